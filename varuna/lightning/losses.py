@@ -1,16 +1,15 @@
 """Refuses losses that divide by something else than this rank's samples, unless their weight is known."""
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.capture.model.copies import working_copy
-
-log = logging.getLogger("varuna")
 
 MOST_NODES = 500
 """Operations of the loss, outside of the partitioned modules, that are looked at."""
@@ -132,16 +131,28 @@ def loss_factor(own_weight: float, total_weight: float, share: float) -> float:
     return own_weight / total_weight / share if share else 0.0
 
 
-def explain_parts(
-    module: Any, batch: Any, others: Sequence[Any], weight: Callable[[Any], Any] | None
-) -> str | None:
-    """Return why the losses of two parts of a batch do not add up to the loss of the batch; None if they do.
+@dataclass(frozen=True)
+class PartsCheck:
+    """The comparison of a batch's loss with those of its halves."""
 
-    Runs `training_step` of a copy, without gradients, logging and dropout. An error there: not compared.
+    difference: str | None = None  # why they do not add up
+    skipped: str | None = None  # why they were not compared
+
+
+def compare_parts(
+    module: Any, batch: Any, others: Sequence[Any], weight: Callable[[Any], Any] | None
+) -> PartsCheck:
+    """Compare the loss of a batch with those of its halves.
+
+    Runs `training_step` of a copy, without gradients, logging and dropout.
     """
     count = _count_samples(batch)
-    if count is None or count < 2 or any(p.is_meta for p in module.parameters()):
-        return None
+    if count is None:
+        return PartsCheck(skipped=f"no tensor is found in the batch, a {type(batch).__name__}")
+    if count < 2:
+        return PartsCheck(skipped="the first batch of a rank has a single sample")
+    if any(p.is_meta for p in module.parameters()):
+        return PartsCheck(skipped="a part of the model is on meta")
     pieces = [(0, count), (0, count // 2), (count // 2, count)]
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -152,15 +163,16 @@ def explain_parts(
         if weight is not None:
             weights = [float(weight(_part(batch, count, *piece))) for piece in pieces]
     except Exception as error:
-        log.debug("the loss of a batch cannot be compared with its parts: %r", error)
-        return None
+        return PartsCheck(skipped=f"training_step of a part of the batch raises {error!r}")
     whole, one, other = found
-    if again != whole or not weights[0]:
-        return None  # draws random numbers, or has nothing to compare
+    if again != whole:
+        return PartsCheck(skipped="it draws random numbers, or changes from call to call")
+    if not weights[0]:
+        return PartsCheck(skipped="loss_weight of the first batch is zero")
     parts = (one * weights[1] + other * weights[2]) / weights[0]
     if abs(parts - whole) <= TOLERANCE * max(abs(whole), abs(one), abs(other)):
-        return None
-    return f"it is {whole:.6g} for {count} samples, and {parts:.6g} from their two halves"
+        return PartsCheck()
+    return PartsCheck(f"it is {whole:.6g} for {count} samples, and {parts:.6g} from their two halves")
 
 
 def _silent_copy(module: nn.Module) -> Any:
@@ -189,9 +201,13 @@ def _count_samples(batch: Any) -> int | None:
     """Return the first size of the first tensor of a batch."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
-    values = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    )
+    values: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, list | tuple):
+        values = batch
+    elif is_dataclass(batch):
+        values = (getattr(batch, field.name) for field in fields(batch))
     return next((count for count in map(_count_samples, values) if count is not None), None)
 
 
@@ -200,9 +216,20 @@ def _part(batch: Any, count: int, first: int, stop: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[first:stop] if batch.dim() and len(batch) == count else batch
     if isinstance(batch, Mapping):
-        return {name: _part(value, count, first, stop) for name, value in batch.items()}
+        values = {name: _part(value, count, first, stop) for name, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return values
+        same: MutableMapping[Any, Any] = copy(batch)  # of the same type: training_step may use its attributes
+        same.update(values)
+        return same
     if isinstance(batch, list | tuple):
         rows = len(batch) == count and not any(isinstance(x, Tensor) and len(x) == count for x in batch)
         inside = batch[first:stop] if rows else [_part(value, count, first, stop) for value in batch]
         return type(batch)(*inside) if hasattr(batch, "_fields") else type(batch)(inside)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        parts = {field.name: _part(getattr(batch, field.name), count, first, stop) for field in fields(batch)}
+        copied: Any = copy(batch)
+        for name, value in parts.items():
+            object.__setattr__(copied, name, value)
+        return copied
     return batch

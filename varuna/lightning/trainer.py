@@ -1,5 +1,6 @@
 """The strategy of Lightning's Trainer: it partitions the modules that `training_step` calls."""
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pyrannc.process import delay_grad_allreduce
-from varuna.lightning.losses import explain_parts, loss_factor, refuse_counted_labels
+from varuna.lightning.losses import compare_parts, loss_factor, refuse_counted_labels
 from varuna.lightning.parts import ModelParts, start_equal
 from varuna.lightning.preemption import add_preemption
 from varuna.lightning.ranks import Messages, environment_class, started_process
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as TrainerBase
 else:
     TrainerBase = object
+
+log = logging.getLogger("varuna")
 
 LossWeight = Callable[[Any], Any]
 """Returns how much the samples of a batch count in the loss."""
@@ -160,7 +163,16 @@ class TrainerBehaviour(TrainerBase):
             return
         assert self._parts is not None
         with self._parts.plain_forwards():
-            found = explain_parts(module, batch, others, self._loss_weight)
+            check = compare_parts(module, batch, others, self._loss_weight)
+        if check.skipped is not None and self.global_rank == 0:
+            log.warning(
+                "the loss of training_step was not compared with those of parts of the batch: %s. If it is "
+                "no mean over samples, training differs from one process (say how much the samples of a "
+                "batch count: VarunaStrategy(loss_weight=...); "
+                "VarunaStrategy(check_loss=False) leaves this out)",
+                check.skipped,
+            )
+        found = check.difference
         number = torch.tensor(float(found is not None), device=self.root_device)
         dist.all_reduce(number)
         if number:
