@@ -12,6 +12,7 @@ paid again when an agent connects.
 import math
 
 from varuna.morph.failures import shorten_reason
+from varuna.morph.reports import distinct_reports
 from varuna.morph.state import Generation, JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
 
@@ -141,7 +142,7 @@ class Accountant:
 
     def _missing_samples(self, state: JobState) -> int:
         """Return the samples that the new steps were short of full batches, as at the end of an epoch."""
-        workers = [worker for found in state.progress.values() for worker in found]
+        workers = distinct_reports(state.progress)
         if not workers:  # a morph begins: their reports are forgotten, and come again
             return 0
         found = max(worker.missing_samples for worker in workers)
@@ -304,7 +305,7 @@ class Accountant:
 
 def _morph_pause(state: JobState) -> float:
     """Return the pause of a morph that is over. Before the order, survivors of a loss were in a step."""
-    workers = [worker for found in state.progress.values() for worker in found]
+    workers = distinct_reports(state.progress)
     waited = [worker.morph_parts.waited if state.morph_lost else 0.0 for worker in workers]
     pauses = [worker.morph_seconds - before for worker, before in zip(workers, waited, strict=True)]
     return max(0.0, *pauses) if pauses else 0.0

@@ -1,8 +1,10 @@
 """Commands that follow from events, for the manager to carry out."""
 
+from functools import cached_property
+
 import msgspec
 
-from varuna.morph.state import Generation, JobVerdict
+from varuna.morph.state import Generation, JobVerdict, match_ranks
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +46,7 @@ class Prepare(Command, frozen=True):
     why: str
 
 
-class Morph(Command, frozen=True):
+class Morph(Command, frozen=True, dict=True):
     """Order all workers into the next generation. See `varuna.types.MorphOrder`.
 
     Workers abandon what they do if `lost` is not empty. If they must, and all ranks live, it has the first
@@ -53,11 +55,23 @@ class Morph(Command, frozen=True):
 
     generation: Generation
     last: Generation
-    previous: tuple[int | None, ...]
-    leaving: tuple[int, ...]
     lost: tuple[int, ...]
     why: str
     reasons: tuple[str, ...] = ()  # "what: why" lines about the plan
+
+    @cached_property
+    def _matched(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+        return match_ranks(self.last, self.generation, self.lost)
+
+    @property
+    def previous(self) -> tuple[int | None, ...]:
+        """The old rank of each new rank; None: a joiner."""
+        return self._matched[0]
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The old ranks that leave."""
+        return self._matched[1]
 
 
 class RepeatOrders(Command, frozen=True):

@@ -1,6 +1,7 @@
 """State of a job as the manager sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -84,8 +85,8 @@ class Member(msgspec.Struct, frozen=True):
         return self.drained or self.leave_by is not None
 
 
-class Generation(msgspec.Struct, frozen=True):
-    """One start of the job's workers on a set of machines."""
+class Generation(msgspec.Struct, frozen=True, dict=True):
+    """One start of the job's workers on a set of machines. Lookups of thousands of machines are kept."""
 
     number: int
     machines: tuple[str, ...]  # machines that have ranks
@@ -98,9 +99,38 @@ class Generation(msgspec.Struct, frozen=True):
     plan: str = ""  # full text of the plan, for comparison with later plans
     environment: Mapping[str, str] = {}  # variables that the planner sets for workers
 
-    def machine_of(self, rank: int) -> str | None:
+    @cached_property
+    def machine_set(self) -> frozenset[str]:
+        return frozenset(self.machines)
+
+    @cached_property
+    def ranks_of(self) -> Mapping[str, tuple[int, ...]]:
+        """Ranks of each machine, in order."""
+        return dict(zip(self.machines, self.ranks, strict=True))
+
+    @cached_property
+    def _machine_of(self) -> Mapping[int, str]:
         places = zip(self.machines, self.ranks, strict=True)
-        return next((machine for machine, ranks in places if rank in ranks), None)
+        return {rank: machine for machine, ranks in places for rank in ranks}
+
+    def machine_of(self, rank: int) -> str | None:
+        return self._machine_of.get(rank)
+
+
+def match_ranks(
+    last: Generation, following: Generation, lost: Collection[int]
+) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """Return the old rank of each new rank (None: a joiner), and the old ranks that leave.
+
+    A worker keeps its machine and its device. The workers that are left on a machine keep their order.
+    """
+    previous: list[int | None] = [None] * following.layout.num_ranks
+    for machine, ranks in zip(following.machines, following.ranks, strict=True):
+        left = [old for old in last.ranks_of.get(machine, ()) if old not in lost]
+        for rank, old in zip(ranks, left, strict=False):
+            previous[rank] = old
+    gone = {*previous, *lost}
+    return tuple(previous), tuple(rank for ranks in last.ranks for rank in ranks if rank not in gone)
 
 
 class Preparation(msgspec.Struct, frozen=True):
@@ -257,7 +287,7 @@ class JobState(msgspec.Struct, frozen=True):
     best_iteration: int = 0  # of all generations
     iteration_at_crash: int = 0
     setbacks: int = 0  # crashes since the best iteration was last passed
-    steps_entered: Mapping[str, int] = {}  # steps of each worker when it entered the generation in place
+    reports_entered: Mapping[str, tuple[WorkerProgress, ...]] = {}  # when all entered the last one in place
     progressed_at: float = 0.0  # last progress of this generation
     stacks_at: float = 0.0  # last request for stack traces
     progress: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each machine of the generation

@@ -17,6 +17,8 @@ from varuna.morph import commands, events
 from varuna.morph.accounting import Accountant
 from varuna.morph.decide import decide_all
 from varuna.morph.interval import SaveRhythm, count_failures
+from varuna.morph.members import unsteady_members
+from varuna.morph.reports import SameReports, merge_reports
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.workers import keep_facts
 from varuna.morph.state import (
@@ -185,7 +187,7 @@ class SimulatedMachines:
     def _times_of_members(self, now: float) -> list[float]:
         """Return the times from now on at which a rule about one machine becomes true."""
         times: list[float] = []
-        for member in self.state.members.values():
+        for member in unsteady_members(self.state.members):
             if member.welcome_at >= now:
                 times.append(member.welcome_at)
             if member.trial_until >= now:
@@ -407,7 +409,7 @@ class SimulatedJob(SimulatedMachines):
         for beat in self._progress(now):
             assert isinstance(beat, events.Tick)
             found = {machine: workers for machine, (_, _, workers) in beat.heartbeats.items()}
-            self._keep_facts(now, progress={**state.progress, **found})
+            self._keep_facts(now, progress=merge_reports(state.progress, found))
         return ()
 
     def _keep_facts(self, now: float, **fields: Any) -> None:
@@ -459,13 +461,9 @@ class SimulatedJob(SimulatedMachines):
         training, generation = self._training, self.state.generation
         if training is None or generation is None:
             return []
-        worker, replace = self._worker(training, now), msgspec.structs.replace
-        found = {
-            machine: tuple([replace(worker, rank=rank) for rank in ranks])
-            for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
-            if self._reachable(machine)
-        }
-        self.state = replace(self.state, progress=found)
+        here = {machine for machine, agent in self._agents.items() if agent in self._alive}
+        found = SameReports(self._worker(training, now), generation, missing=generation.machine_set - here)
+        self.state = msgspec.structs.replace(self.state, progress=found)
         return [events.Tick()]
 
     def _worker(self, training: Training, now: float) -> WorkerProgress:

@@ -3,12 +3,14 @@
 The transitions launch a generation, save and end it, kill it, or finish the job.
 """
 
+from itertools import filterfalse
 from typing import Any
 
 import msgspec
 
 from varuna.morph import commands
 from varuna.morph.failures import shorten_reason
+from varuna.morph.members import Members, unsteady_members
 from varuna.morph.state import Generation, JobState, JobVerdict, MachinePlan, ManagerSettings, Member, Phase
 
 
@@ -17,8 +19,6 @@ class Decision:
         self.state = state
         self.now = now
         self.commands: list[commands.Command] = []
-        self._generation: Generation | None = None
-        self._machines: frozenset[str] = frozenset()  # of that generation
         self._copies: dict[str, dict[str, Any]] = {}  # mappings of the state that this decision has copied
 
     def do(self, command: commands.Command) -> None:
@@ -47,12 +47,17 @@ class Decision:
 
     def drop(self, field: str, key: str) -> None:
         """Remove one key of a mapping of the state, if it is there."""
-        self._copy_of(field).pop(key, None)
+        mapping = self._copy_of(field)
+        if isinstance(mapping, Members):
+            mapping.drop(key)
+        else:
+            mapping.pop(key, None)
 
     def _copy_of(self, field: str) -> dict[str, Any]:
         mapping = self._copies.get(field)
         if mapping is None or mapping is not getattr(self.state, field):
-            mapping = self._copies[field] = dict(getattr(self.state, field))
+            known = getattr(self.state, field)
+            mapping = self._copies[field] = Members(known) if field == "members" else dict(known)
             self.set(**{field: mapping})
         return mapping
 
@@ -96,9 +101,7 @@ class Decision:
         """Return True while the machine has workers in the current generation (which is `generation`)."""
         if not self.state.active or generation not in (None, self.generation.number):
             return False
-        if self._generation is not self.state.generation:  # a thousand machines: look them up in a set
-            self._generation, self._machines = self.generation, frozenset(self.generation.machines)
-        return machine in self._machines and machine not in self.state.ended
+        return machine in self.generation.machine_set and machine not in self.state.ended
 
     def all_ended(self) -> bool:
         """Return True when the workers of all machines of the generation have ended."""
@@ -117,7 +120,7 @@ class Decision:
             number=self.state.next_number,
             machines=proposal.used,
             ranks=proposal.ranks,
-            agents=tuple(members[name].agent for name in proposal.used),
+            agents=tuple([members[name].agent for name in proposal.used]),
             layout=proposal.layout,
             resume_step=resume_step,
             master_addr=master.address or master.name,
@@ -134,18 +137,16 @@ class Decision:
 
     def begin_generation(self, phase: Phase, generation: Generation, why: str) -> None:
         """Replace the current generation, and forget what belongs to it."""
-        members = dict(self.state.members)
+        members = Members(self.state.members)
         master = members[generation.machines[0]]
         members[master.name] = msgspec.structs.replace(master, store_port=0)
-        for name, member in members.items():
-            if member.kept and name not in generation.machines:
-                members[name] = msgspec.structs.replace(member, kept=False)
-        known = set(self.state.generation.machines) if self.state.generation is not None else set()
-        for name in generation.machines:
-            ready_at = members[name].ready_at if name in known else self.now  # its work begins
-            members[name] = msgspec.structs.replace(
-                members[name], workers=generation.number, ready_at=ready_at
-            )
+        for member in unsteady_members(members):
+            if member.kept and member.name not in generation.machine_set:
+                members[member.name] = msgspec.structs.replace(member, kept=False)
+        known = self.state.generation.machine_set if self.state.generation is not None else frozenset()
+        for name in filterfalse(known.__contains__, generation.machines):  # its work begins
+            members[name] = msgspec.structs.replace(members[name], ready_at=self.now)
+        members.start_workers(generation.machines, generation.number)
         self.report_problem("change postponed", "")
         self.enter(
             phase,
@@ -167,7 +168,7 @@ class Decision:
             progressed_at=self.now,
             preparation=None,
             joiners={},
-            leaving=tuple(name for name in self.leavers() if name not in generation.machines),
+            leaving=tuple(name for name in self.leavers() if name not in generation.machine_set),
             lost={},
             holding=False,
             morph_begun_at=0.0,
@@ -187,8 +188,8 @@ class Decision:
 
     def leave_by(self, *, due: bool = False) -> float:
         """Return the earliest deadline of a notice for a machine of the generation (that must leave now)."""
-        members = [self.state.members.get(name) for name in self.generation.machines]
-        deadlines = (m.leave_by for m in members if m is not None and not (due and self.now < m.leave_at))
+        members = [m for m in unsteady_members(self.state.members) if m.name in self.generation.machine_set]
+        deadlines = (m.leave_by for m in members if not (due and self.now < m.leave_at))
         return min((deadline for deadline in deadlines if deadline is not None), default=float("inf"))
 
     def end_generation(self, why: str) -> None:
@@ -216,7 +217,7 @@ def members_with_workers(decision: Decision) -> list[Member]:
     state, generation = decision.state, decision.generation
     members = [state.members.get(name) for name in generation.machines]
     ours = [member for member in members if member and member.agent and member.workers == generation.number]
-    leaving = (name for name in decision.leavers() if name not in generation.machines)
+    leaving = (name for name in decision.leavers() if name not in generation.machine_set)
     return [*ours, *(state.members[name] for name in leaving)]
 
 

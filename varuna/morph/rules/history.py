@@ -14,6 +14,7 @@ from varuna.morph.policy import (
     MachineStay,
     append,
 )
+from varuna.morph.reports import distinct_reports
 from varuna.morph.rules.decision import Decision
 from varuna.morph.state import JobState, Member
 
@@ -165,7 +166,7 @@ def _order_seconds(decision: Decision, before: JobState) -> float:
 def _morph_is_over(decision: Decision, before: JobState) -> None:
     """Measure a change in place. Its pause does not include the wait for the end of a step."""
     state, history = decision.state, decision.state.history
-    pause = max((one.morph_seconds for found in state.progress.values() for one in found), default=0.0)
+    pause = max((one.morph_seconds for one in distinct_reports(state.progress)), default=0.0)
     if before.morph_lost:
         # Half a step, on average, is computed again, and the steps since the copies that ranks went back to.
         redone = max(0, state.best_iteration - state.iteration) + 0.5

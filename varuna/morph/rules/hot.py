@@ -7,10 +7,18 @@
 Whatever goes wrong falls back to a restart: from a save if all workers train, else from the store.
 """
 
+from itertools import filterfalse, product
+
 import msgspec
 
 from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause, shorten_reason
+from varuna.morph.reports import (
+    distinct_reports,
+    machines_that_fail,
+    reported_machines,
+    total_of_reports,
+)
 from varuna.morph.rules import workers
 from varuna.morph.rules.decision import Decision, request_plan
 from varuna.morph.rules.holding import NOT_REPLACED, hold_state, prepare_replacement
@@ -21,16 +29,15 @@ from varuna.morph.rules.survivors import (
     COLD,
     awaits_reports,
     handing_over,
+    hurt_machines,
     lost_ranks,
-    match_ranks,
     surviving_ranks,
     waits_for_reports,
-    whole_machines,
     why_not_hot,
     why_not_recover,
 )
 from varuna.morph.rules.worth import leaves_first
-from varuna.morph.state import Generation, MachinePlan, Outcome, Preparation
+from varuna.morph.state import Generation, MachinePlan, Outcome, Preparation, WorkerProgress
 from varuna.units import format_bytes
 
 WARM = "warm restart"
@@ -38,8 +45,7 @@ WARM = "warm restart"
 
 def change(decision: Decision, proposal: MachinePlan, why: str) -> None:
     """Change to the plan: in place if the workers can, else by a save and a restart."""
-    working = frozenset(decision.generation.machines)
-    joiners = tuple(name for name in proposal.used if name not in working)
+    joiners = tuple(filterfalse(decision.generation.machine_set.__contains__, proposal.used))
     if not decision.settings.hot:
         decision.save_and_end(why)
     elif decision.leavers() or _waits(decision, proposal):
@@ -69,8 +75,7 @@ def _waits_for_first_step(decision: Decision) -> bool:
     After a morph in place, joiners know it last: when they have made a step.
     """
     state = decision.state
-    reports = [worker for found in state.progress.values() for worker in found]
-    know = all(worker.steps or worker.hot or worker.why_not for worker in reports)
+    know = all(worker.steps or worker.hot or worker.why_not for worker in distinct_reports(state.progress))
     if (state.step_seconds and know) or not state.activity or decision.leave_by() < float("inf"):
         return False
     return decision.now - state.since < decision.settings.save_seconds
@@ -180,11 +185,8 @@ def morph(
     gone_ranks = () if lost is None else tuple(sorted(lost)) or (last.layout.num_ranks,)
     master = decision.state.members[generation.machines[0]]
     generation = msgspec.structs.replace(generation, master_port=master.store_port)
-    previous, leaving = match_ranks(last, generation, gone_ranks)
-    staying = frozenset(generation.machines)
-    gone = tuple(name for name in last.machines if name not in staying)
-    reports = [worker for found in decision.state.progress.values() for worker in found]  # none in a morph
-    whole = all(worker.replicated for worker in reports)
+    gone = tuple(filterfalse(generation.machine_set.__contains__, last.machines))
+    whole = all(worker.replicated for worker in distinct_reports(decision.state.progress))  # none in a morph
     whole = whole and (decision.state.phase != "morphing" or decision.state.morph_whole)
     if interrupted := handing_over(decision):  # the others do without them
         assert decision.state.morphed_from is not None
@@ -193,7 +195,7 @@ def morph(
     decision.set(morphed_from=last, morph_lost=gone_ranks, morph_whole=whole)
     follow_progress(decision)
     decision.add_leaving(gone)
-    decision.do(commands.Morph(generation, last, previous, leaving, gone_ranks, shorten_reason(why), reasons))
+    decision.do(commands.Morph(generation, last, gone_ranks, shorten_reason(why), reasons))
 
 
 def follow_progress(decision: Decision) -> None:
@@ -203,14 +205,18 @@ def follow_progress(decision: Decision) -> None:
     """
     state, settings = decision.state, decision.settings
     last = state.morphed_from
-    before = frozenset(last.machines if last is not None else ())
-    staying = [name for name in decision.generation.machines if name in before]
+    before = last.machine_set if last is not None else frozenset()
+    staying = list(filter(before.__contains__, decision.generation.machines))
     number = decision.generation.number
-    reports = [worker for name in staying for worker in state.progress.get(name, ())]
-    is_waiting = not state.morph_begun_at and any(
-        worker.taken is not None and worker.taken < number for worker in reports
-    )
-    if not (is_waiting or state.morph_begun_at) and all(name in state.progress for name in staying):
+    reported = reported_machines(state.progress)
+
+    def waits(worker: WorkerProgress) -> bool:
+        return worker.taken is not None and worker.taken < number
+
+    is_waiting = not state.morph_begun_at and any(map(waits, distinct_reports(state.progress)))
+    if is_waiting:  # joiners do not count
+        is_waiting = any(waits(worker) for name in staying for worker in state.progress.get(name, ()))
+    if not (is_waiting or state.morph_begun_at) and all(map(reported.__contains__, staying)):
         decision.set(morph_begun_at=decision.now)
     limit = max(settings.morph_seconds, settings.hang_steps * state.step_seconds)
     deadline = max(state.since, decision.state.morph_begun_at, state.progressed_at) + limit
@@ -222,19 +228,17 @@ def follow_progress(decision: Decision) -> None:
 
 def is_complete(decision: Decision) -> bool:
     """Return True when every worker of the generation reports that it has entered it."""
-    generation, progress = decision.generation, decision.state.progress
-    return all(
-        {worker.rank for worker in progress.get(machine, ()) if worker.generation == generation.number}
-        >= set(ranks)
-        for machine, ranks in zip(generation.machines, generation.ranks, strict=True)
+    generation = decision.generation
+    return not machines_that_fail(
+        decision.state.progress, generation, lambda worker: worker.generation == generation.number
     )
 
 
 def end_morph(decision: Decision) -> None:
     """Report the completed morph; the generation trains."""
-    reports = [worker for found in decision.state.progress.values() for worker in found]
-    slowest = max(reports, key=lambda worker: worker.morph_seconds)
-    moved = format_bytes(sum(worker.morph_bytes for worker in reports))
+    progress = decision.state.progress
+    slowest = max(distinct_reports(progress), key=lambda worker: worker.morph_seconds)
+    moved = format_bytes(total_of_reports(progress, lambda worker: worker.morph_bytes))
     pause = f"pause {slowest.morph_seconds:.3f} s, {moved} moved"
     decision.log("morphed", f"{decision.generation.number}: in place, {pause} ({slowest.morph_parts})")
     _note_steps(decision)
@@ -257,12 +261,14 @@ def _note_steps(decision: Decision) -> None:
     After a loss, workers may go back to copies of an earlier step: the best iteration does not grow, though
     they make progress.
     """
-    reports = decision.state.progress.items()
-    steps = {f"{name}/{worker.pid}": worker.steps for name, found in reports for worker in found}
-    before = decision.state.steps_entered
-    if any(count > before[worker] for worker, count in steps.items() if worker in before):
-        decision.set(crashes=min(1, decision.state.crashes))
-    decision.set(steps_entered=steps)
+    state, before = decision.state, decision.state.reports_entered
+    if state.crashes > 1 and any(
+        worker.pid == old.pid and worker.steps > old.steps
+        for name, found in state.progress.items()
+        for worker, old in product(found, before.get(name, ()))
+    ):
+        decision.set(crashes=1)
+    decision.set(reports_entered=state.progress)
 
 
 def worker_failed(decision: Decision, event: events.WorkerFailed) -> None:
@@ -352,11 +358,10 @@ def recover(decision: Decision) -> bool:
         return awaits_reports(decision)
     lost = lost_ranks(decision)
     survivors = surviving_ranks(decision, lost)
-    remaining = tuple(name for name in ready_machines(decision, with_kept=True) if name in survivors)
+    remaining = tuple(filter(survivors.__contains__, ready_machines(decision, with_kept=True)))
     if not remaining:
         return False
-    unhurt = frozenset(whole_machines(decision, survivors))
-    whole = tuple(name for name in remaining if name in unhurt)
+    whole = tuple(filterfalse(hurt_machines(decision, lost).__contains__, remaining))
     if decision.state.holding:
         return _continue_holding(decision, whole)
     if decision.now - decision.state.failed_at > decision.settings.replan_seconds:

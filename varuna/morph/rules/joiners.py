@@ -1,6 +1,7 @@
 """Joiners of a running job: they build their model while it goes on. Other code is refused alone."""
 
 from varuna.morph import commands
+from varuna.morph.reports import distinct_reports
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import clause, ready_machines
 from varuna.morph.state import CodeIdentity, Generation, MachinePlan, Preparation
@@ -56,7 +57,7 @@ def refuse_other_code(decision: Decision, preparation: Preparation) -> bool:
 
     Such a machine is not used until it is removed from the list and added again.
     """
-    running = (worker.code for found in decision.state.progress.values() for worker in found)
+    running = (worker.code for worker in distinct_reports(decision.state.progress))
     expected = next((code for code in running if code.model), None)
     refused = {}
     for machine, workers in decision.state.joiners.items():

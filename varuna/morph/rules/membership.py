@@ -1,10 +1,12 @@
 """Machines of the job: the machine list, agents that start, join and leave, and notices."""
 
 from collections.abc import Sequence
+from itertools import filterfalse
 
 import msgspec
 
 from varuna.morph import commands, events
+from varuna.morph.members import Members, unsteady_members, unsteady_names
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.history import machine_lost, machine_ready
 from varuna.morph.rules.orders import break_morph, may_lack_order, repeat_order
@@ -20,7 +22,7 @@ def machine_list_read(decision: Decision, event: events.MachineListRead) -> None
         decision.log("list ignored", EMPTY_LIST)
         decision.report_problem("machine list", EMPTY_LIST)
         return
-    members = dict(decision.state.members)
+    members = Members(decision.state.members)
     added = tuple(name for name in event.machines if name not in members or not members[name].listed)
     for name in added:
         known = members.get(name)
@@ -53,7 +55,7 @@ def agent_joined(decision: Decision, event: events.AgentJoined) -> None:
     if member is None or not (member.listed or member.kept or hands_over or decision.is_working(name)):
         member = msgspec.structs.replace(member or Member(name), agent=event.agent, listed=False)
         member = msgspec.structs.replace(member, seen=decision.now, starting=None, workers=None)
-        decision.set(members={**decision.state.members, name: member})
+        decision.put("members", name, member)
         _dismiss(decision, member, "the machine is not in the list")
         return
     if member.dismissed_at is not None:
@@ -178,7 +180,7 @@ def lose_machine(decision: Decision, member: Member, why: str) -> None:
         _forget(decision, member.name)
         if member.listed:  # again: it may have a new agent now
             fresh = Member(member.name, welcome_at=member.welcome_at)
-            decision.set(members={**decision.state.members, member.name: fresh})
+            decision.put("members", member.name, fresh)
         return
     was_working = decision.is_working(member.name)
     if member.name in handing_over(decision):
@@ -246,16 +248,15 @@ def _dismiss(decision: Decision, member: Member, why: str) -> None:
 
 def lose_silent_machines(decision: Decision) -> None:
     since = decision.now - decision.settings.lost_seconds
-    for member in list(decision.state.members.values()):
-        if member.seen < since and member.agent:
-            silence = decision.now - member.seen
-            decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
-            lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
+    for member in [m for m in decision.state.members.values() if m.seen < since and m.agent]:
+        silence = decision.now - member.seen
+        decision.do(commands.EndAgent(member.name, "it sends no heartbeat", unresponsive=True))
+        lose_machine(decision, member, f"no heartbeat for {silence:.1f} s")
 
 
 def start_and_end_agents(decision: Decision) -> None:
     """Start missing agents, end agents of unlisted machines, and retry starts that took too long."""
-    for member in list(decision.state.members.values()):
+    for member in unsteady_members(decision.state.members):
         name = member.name
         if member.dismissed_at is not None:
             if decision.now - member.dismissed_at > decision.settings.end_seconds:
@@ -299,28 +300,33 @@ def ready_machines(
     preparation = decision.state.preparation
     prepared = preparation.generation.number if preparation is not None else None
 
-    ready: dict[str, None] = {}
-    for name, member in members.items():  # a thousand machines, at each event: no calls in this loop
+    def is_ready(name: str) -> bool:
+        member = members[name]
         if not (member.agent and member.warm) or not (member.listed or (with_kept and member.kept)):
-            continue
-        if member.dismissed_at is not None or member.drained:
-            continue
+            return False
+        if member.dismissed_at is not None or member.drained or member.workers not in free:
+            return False
         if member.leave_by is not None and (decision.now >= member.leave_at or not decision.is_working(name)):
-            continue
-        if member.workers not in (None, current, prepared):
-            continue
-        if decision.now < member.welcome_at and without_flapping and not decision.is_working(name):
-            continue
-        if decision.now < member.trial_until and without_trials and not decision.is_working(name):
-            continue
-        ready[name] = None
-    first = [name for name in last.machines if name in ready] if last is not None else []
-    return tuple(dict.fromkeys((*first, *ready)))
+            return False
+        waits = (decision.now < member.welcome_at and without_flapping) or (
+            decision.now < member.trial_until and without_trials
+        )
+        return not waits or decision.is_working(name)
+
+    free = {None, current, prepared}
+    # Steady members are ready, unless they have other workers. Thousands of them: no calls for each.
+    steady = free.issuperset({member.workers for member in members.values()})
+    unready = set(filterfalse(is_ready, unsteady_names(members) if steady else members))
+    if last is None:
+        return tuple(filterfalse(unready.__contains__, members))
+    first = filterfalse(unready.__contains__, filter(members.__contains__, last.machines))
+    others = filterfalse(last.machine_set.__contains__, members)
+    return (*first, *filterfalse(unready.__contains__, others))
 
 
 def kept_machines(decision: Decision) -> list[Member]:
     """Return the machines that were removed from the list but are still used."""
-    return [member for member in decision.state.members.values() if member.kept and not member.leaves]
+    return [m for m in unsteady_members(decision.state.members) if m.kept and not m.leaves]
 
 
 def why_kept(decision: Decision, listed: tuple[str, ...]) -> str:
@@ -343,13 +349,12 @@ def why_kept(decision: Decision, listed: tuple[str, ...]) -> str:
 
 def note_usable_machines(decision: Decision) -> None:
     """Update the present and the usable machines, with the times of their last changes."""
-    present = tuple(
-        [
-            name
-            for name, m in decision.state.members.items()
-            if m.listed and m.agent and m.leave_by is None and not m.drained and m.dismissed_at is None
-        ]
-    )
+    absent = {
+        m.name
+        for m in unsteady_members(decision.state.members)
+        if not (m.listed and m.agent) or m.leaves or m.dismissed_at is not None
+    }
+    present = tuple(filterfalse(absent.__contains__, decision.state.members))
     if present != decision.state.present:
         decision.set(present=present, present_at=decision.now)
     usable = ready_machines(decision, without_flapping=True, without_trials=True)
@@ -359,8 +364,9 @@ def note_usable_machines(decision: Decision) -> None:
 
 def release_machines(decision: Decision) -> None:
     """Report machines that may be taken away now, before their deadline."""
-    for name, member in decision.state.members.items():
-        if not (member.drained or member.leave_by is not None):
+    for member in unsteady_members(decision.state.members):
+        name = member.name
+        if not member.leaves:
             continue
         needed = decision.is_working(name) or name in decision.leavers()
         if member.agent and not member.released and not needed:

@@ -3,7 +3,6 @@
 from varuna.morph import commands, events
 from varuna.morph.failures import shorten_reason
 from varuna.morph.rules.decision import Decision
-from varuna.morph.rules.survivors import match_ranks
 
 
 def may_lack_order(decision: Decision, event: events.AgentJoined) -> bool:
@@ -22,10 +21,7 @@ def repeat_order(decision: Decision, machine: str) -> None:
     """Send the order of a machine again. An agent that has it ignores it."""
     state, last = decision.state, decision.state.morphed_from
     assert last is not None
-    previous, leaving = match_ranks(last, decision.generation, state.morph_lost)
-    morph = commands.Morph(
-        decision.generation, last, previous, leaving, state.morph_lost, shorten_reason(state.reason)
-    )
+    morph = commands.Morph(decision.generation, last, state.morph_lost, shorten_reason(state.reason))
     decision.do(commands.RepeatOrders(morph, (machine,)))
 
 

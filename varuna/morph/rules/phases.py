@@ -1,5 +1,7 @@
 """Phases of a job: conditions to launch, to change the machines, to save, and to end."""
 
+from itertools import filterfalse
+
 from varuna.morph import commands, events
 from varuna.morph.rules import hot
 from varuna.morph.rules.decision import Decision, members_with_workers, request_plan, save_deadline
@@ -159,8 +161,8 @@ def wait_for_morph(decision: Decision) -> None:
     """Wait until all workers have entered the generation. Restart from the store if they do not."""
     hot.follow_progress(decision)
     state, last = decision.state, decision.state.morphed_from
-    before = frozenset(last.machines if last is not None else ())
-    staying = [name for name in decision.generation.machines if name in before]
+    before = last.machine_set if last is not None else frozenset()
+    staying = list(filter(before.__contains__, decision.generation.machines))
     if state.failures or state.lost or state.morph_broken:
         if not hot.recover(decision):
             _end_after_loss(decision)
@@ -205,11 +207,9 @@ def consider_change(decision: Decision) -> None:
         return
     usable = decision.state.usable if not urgent else _machines_to_use(decision)
     if urgent and decision.leave_by() < float("inf") and not why_not_hot(decision, machines):  # join after it
-        working = set(machines)
-        staying = tuple(name for name in usable if name in working)
+        staying = tuple(filter(decision.generation.machine_set.__contains__, usable))
         usable = usable if staying in ((), decision.state.unplannable) else staying
-    ready = set(usable)
-    leaving = [name for name in machines if name not in ready]
+    leaving = list(filterfalse(set(usable).__contains__, machines))
     proposal = decision.state.proposal
     if not usable:
         if leaving and (urgent or _is_settled(decision)):
@@ -221,9 +221,8 @@ def consider_change(decision: Decision) -> None:
         if leaving:
             decision.save_and_end(f"{clause(leaving, 'leave')}; {proposal.problem}")
     elif not proposal.same_as(decision.generation):
-        before, after = set(machines), set(proposal.used)
-        joining = [name for name in proposal.used if name not in before]
-        gone = [name for name in machines if name not in after]
+        joining = list(filterfalse(decision.generation.machine_set.__contains__, proposal.used))
+        gone = list(filterfalse(set(proposal.used).__contains__, machines))
         if gone:
             forced_change(decision)
         elif joining and joins_later(decision, joining):
@@ -250,10 +249,9 @@ def _is_settled(decision: Decision) -> bool:
 
     While some listed machines are not usable yet, only the usable ones count.
     """
-    state, usable = decision.state, set(decision.state.usable)
-    waiting = any(
-        [name for name, m in state.members.items() if name not in usable and m.listed and not m.leaves]
-    )
+    state = decision.state
+    others = filterfalse(frozenset(state.usable).__contains__, state.members)
+    waiting = any(state.members[name].listed and not state.members[name].leaves for name in others)
     last_change = state.changed_at if waiting else state.present_at
     return decision.now - last_change >= decision.settings.settle_seconds
 

@@ -1,9 +1,10 @@
 """Facts about workers that survive a loss: who can morph in place, and who still holds each stage."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
+from varuna.morph.reports import distinct_reports, machines_that_fail
 from varuna.morph.rules.decision import Decision
-from varuna.morph.state import Generation
+from varuna.morph.state import match_ranks
 
 COLD = "cold restart"
 ANYWAY = "a loss ends this generation"
@@ -19,14 +20,12 @@ def why_not_hot(decision: Decision, machines: Iterable[str], *, lost: Collection
     if not decision.settings.hot:
         return "hot morphs are off"
     generation, progress = decision.generation, decision.state.progress
-    ranks_of = dict(zip(generation.machines, generation.ranks, strict=True))
-    for machine in machines:
-        found = progress.get(machine, ())
-        ready = [worker for worker in found if worker.hot and worker.generation == generation.number]
-        if len(ready) == len(ranks_of[machine]):  # most of a thousand machines
-            continue
-        reports = {worker.rank: worker for worker in found}
-        for rank in ranks_of[machine]:
+    others = machines_that_fail(
+        progress, generation, lambda worker: worker.hot and worker.generation == generation.number
+    )
+    for machine in filter(frozenset(others).__contains__, machines if others else ()):
+        reports = {worker.rank: worker for worker in progress.get(machine, ())}
+        for rank in generation.ranks_of[machine]:
             if rank in lost:
                 continue
             worker = reports.get(rank)
@@ -41,26 +40,27 @@ def lost_ranks(decision: Decision) -> frozenset[int]:
     """Return the ranks of failed workers and of lost machines."""
     generation, state = decision.generation, decision.state
     failed = {outcome.failure.rank for outcome in state.failures if outcome.failure is not None}
-    places = zip(generation.machines, generation.ranks, strict=True)
-    return frozenset(failed | {rank for machine, ranks in places if machine in state.lost for rank in ranks})
+    return frozenset(
+        failed | {rank for machine in state.lost for rank in generation.ranks_of.get(machine, ())}
+    )
 
 
 def surviving_ranks(decision: Decision, lost: Collection[int]) -> dict[str, tuple[int, ...]]:
     """Return the ranks that are left on each machine of the generation that has any."""
-    generation, ended, gone = decision.generation, decision.state.ended, frozenset(lost)
-    found = {}
-    for machine, ranks in zip(generation.machines, generation.ranks, strict=True):
-        if gone.isdisjoint(ranks):  # most of a thousand machines
-            found[machine] = ranks
-        elif machine not in ended and (left := tuple(rank for rank in ranks if rank not in gone)):
+    found = dict(decision.generation.ranks_of)
+    for machine in hurt_machines(decision, lost):
+        left = tuple([rank for rank in found[machine] if rank not in lost])
+        if left and machine not in decision.state.ended:
             found[machine] = left
+        else:
+            del found[machine]
     return found
 
 
-def whole_machines(decision: Decision, survivors: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the machines that have lost no rank."""
-    places = zip(decision.generation.machines, decision.generation.ranks, strict=True)
-    return tuple(machine for machine, ranks in places if survivors.get(machine) == ranks)
+def hurt_machines(decision: Decision, lost: Collection[int]) -> frozenset[str]:
+    """Return the machines of the generation that have lost a rank."""
+    found = (decision.generation.machine_of(rank) for rank in lost)
+    return frozenset(machine for machine in found if machine is not None)
 
 
 def _restarts_anyway(decision: Decision) -> bool:
@@ -89,20 +89,22 @@ def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
     if _restarts_anyway(decision):
         return ANYWAY
     lost = set(lost_ranks(decision))
-    places = dict(zip(generation.machines, generation.ranks, strict=True))
-    lost |= set(places.get(lost_machine, ()))
+    lost |= set(generation.ranks_of.get(lost_machine, ()))
     survivors = surviving_ranks(decision, lost)
     if not survivors:
         return "no worker is left"
-    if ended := [name for name in survivors if name in state.ended]:
+    if ended := [name for name in survivors if name in state.ended] if state.ended else []:
         return f"the workers of {', '.join(ended)} have ended"
     if state.phase == "morphing":
         held = _hold_last_stages(decision, lost)
         return "" if held else "the workers that stay do not hold every stage in the middle of this change"
-    holders_left = all(len(stage) > 1 and set(stage) - lost for stage in generation.layout.stage_map)
+    stage_map, progress = generation.layout.stage_map, state.progress
+    holders_left = all(len(stage) > 1 and not lost.issuperset(stage) for stage in stage_map)
     if waits_for_reports(decision, survivors):
         return "" if holders_left else "the manager has not heard yet who has copies of the lost state"
-    reports = [worker for name in survivors for worker in state.progress.get(name, ())]
+    if holders_left and all(worker.replicated for worker in distinct_reports(progress)):
+        return why_not_hot(decision, survivors, lost=lost)
+    reports = [worker for name in survivors for worker in progress.get(name, ())]
     reports = [worker for worker in reports if worker.rank not in lost]
     whole = holders_left and all(worker.replicated for worker in reports)
     copied = {worker.copy_of for worker in reports if worker.copy_of is not None}
@@ -163,20 +165,3 @@ def waits_for_reports(decision: Decision, machines: Iterable[str]) -> bool:
     """Return True while a restarted manager has not heard of the workers of all these machines."""
     state = decision.state
     return decision.now < state.attach_until and any(name not in state.progress for name in machines)
-
-
-def match_ranks(
-    last: Generation, following: Generation, lost: Collection[int]
-) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
-    """Return the old rank of each new rank (None: a joiner), and the old ranks that leave.
-
-    A worker keeps its machine and its device. The workers that are left on a machine keep their order.
-    """
-    previous: list[int | None] = [None] * following.layout.num_ranks
-    old_ranks = dict(zip(last.machines, last.ranks, strict=True))
-    for machine, ranks in zip(following.machines, following.ranks, strict=True):
-        left = [old for old in old_ranks.get(machine, ()) if old not in lost]
-        for rank, old in zip(ranks, left, strict=False):
-            previous[rank] = old
-    gone = {*previous, *lost}
-    return tuple(previous), tuple(rank for ranks in last.ranks for rank in ranks if rank not in gone)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause
+from varuna.morph.reports import Reports, distinct_reports, merge_reports, total_of_reports
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.membership import lose_silent_machines
 from varuna.morph.rules.orders import break_morph
@@ -76,7 +77,7 @@ def _is_store_of(decision: Decision, event: events.StoreEnded) -> bool:
 
 
 def tick(decision: Decision, event: events.Tick) -> None:
-    latest, joiners = {**decision.state.progress}, {**decision.state.joiners}
+    latest, joiners = dict[str, tuple[WorkerProgress, ...]](), {**decision.state.joiners}
     preparation = decision.state.preparation
     for name, (agent, generation, found) in event.heartbeats.items():
         if decision.member_of_agent(name, agent):
@@ -86,11 +87,12 @@ def tick(decision: Decision, event: events.Tick) -> None:
             elif preparation is not None and generation == preparation.generation.number:
                 joiners[name] = found
     # A tick rarely has a heartbeat of every machine: progress is what all of them reported last.
-    at_work = decision.state.active
-    latest = {name: found for name, found in latest.items() if at_work and name not in decision.state.ended}
-    decision.set(progress=latest, joiners=joiners)
-    if progress := [worker for found in latest.values() for worker in found]:
-        activity = sum(worker.activity for worker in progress)
+    reports: Reports = {}
+    if decision.state.active:
+        reports = merge_reports(decision.state.progress, latest, without=decision.state.ended)
+    decision.set(progress=reports, joiners=joiners)
+    if progress := distinct_reports(reports):
+        activity = total_of_reports(reports, lambda worker: worker.activity)
         if activity != decision.state.activity:
             decision.set(activity=activity, progressed_at=decision.now)
         decision.set(

@@ -7,6 +7,7 @@ from statistics import fmean, median
 import msgspec
 
 from varuna.morph import policy
+from varuna.morph.members import unsteady_members
 from varuna.morph.rules.decision import Decision
 from varuna.morph.rules.history import change_cost
 from varuna.morph.state import Member
@@ -58,9 +59,8 @@ def _all_leave(decision: Decision, num_leaving: int) -> bool:
 
 def noticed_machines(decision: Decision) -> list[Member]:
     """Return the machines of the generation that have a notice, or are drained."""
-    found = [m for m in decision.state.members.values() if m.leave_by is not None or m.drained]
-    machines = frozenset(decision.generation.machines) if found else ()
-    return [m for m in found if m.name in machines]
+    found = [m for m in unsteady_members(decision.state.members) if m.leaves]
+    return [m for m in found if m.name in decision.generation.machine_set]
 
 
 def leave_earlier(decision: Decision, noticed: list[Member]) -> None:
@@ -104,8 +104,7 @@ def leaves_first(decision: Decision, staying: Iterable[str]) -> bool:
 
 def next_leave(decision: Decision) -> float:
     """Return when the next machine of the generation with a notice begins to leave."""
-    members = (decision.state.members.get(name) for name in decision.generation.machines)
-    times = (m.leave_at for m in members if m is not None and m.leave_by is not None)
+    times = (m.leave_at for m in noticed_machines(decision) if m.leave_by is not None)
     return min(times, default=float("inf"))
 
 
@@ -174,7 +173,7 @@ def waits_for_joiners(decision: Decision) -> bool:
         return False
     starting = [
         member
-        for member in state.members.values()
+        for member in unsteady_members(state.members)
         if member.began_at and not member.warm and member.listed and not member.leaves
     ]
     waits = [now - member.began_at for member in starting]
