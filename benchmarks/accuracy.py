@@ -244,7 +244,7 @@ doze.register_autograd(_nap_backward, setup_context=_keep_doze)
 
 
 class Sleeper(nn.Module):
-    """A small layer for each segment, which takes the time that it is told to take."""
+    """A small layer for each segment, which takes a given time."""
 
     def __init__(self, seconds: Sequence[float], width: int) -> None:
         super().__init__()

@@ -302,7 +302,7 @@ def run_compiled(size: Size, ours: bool) -> Run:
 
 
 def run_nothing() -> None:
-    """Compiles next to nothing, so that the compiler's files are in memory for whoever comes first."""
+    """Compiles next to nothing, so that the compiler's files are in memory for the first measurement."""
     double = torch.compile(lambda x: (x * 2).sum())
     x = torch.ones(8, device=DEVICE, requires_grad=True)
     double(x).backward()

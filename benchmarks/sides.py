@@ -35,7 +35,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Ours(Side):
-    """`Varuna` as users get it, with the default schedule unless told otherwise."""
+    """`Varuna` as users get it, with the default schedule unless another is given."""
 
     def __init__(
         self,

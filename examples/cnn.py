@@ -1,4 +1,4 @@
-"""A CNN with BatchNorm, trained over stages and replicas; told its layout by environment alone.
+"""A CNN with BatchNorm, trained over stages and replicas; its layout comes from the environment alone.
 
     python -m varuna.run_varuna --machine_list machines --gpus_per_node 2 \
         --batch_size 12 --nstages 2 --chunk_size 4 examples/cnn.py

@@ -42,7 +42,7 @@ class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
     postpone_seconds: float = 10.0  # first wait after a failed save; it doubles each time
     postpone_limit: float = 300.0  # longest wait after a failed save
     end_seconds: float = 10.0  # an agent must confirm that its workers are killed within this time
-    begin_seconds: float = 10.0  # an agent must report the workers that it was told to start within this time
+    begin_seconds: float = 10.0  # an agent must report workers that it has to start within this time
     second_hand_seconds: float = 2.0  # wait this long for the failure that caused the reported ones
     crash_limit: int = 3  # crashes without progress that are retried; one more ends the job
     setback_limit: int = 16  # crashes that are retried if workers repeat steps, and make no new one
@@ -70,7 +70,7 @@ class Member(msgspec.Struct, frozen=True):
     start_failures: int = 0  # failed starts in a row
     welcome_at: float = 0.0  # a flapping machine is not used before this time
     trial_until: float = 0.0  # it tends to leave again, and is not used before this time
-    dismissed_at: float | None = None  # time at which its agent was told to exit
+    dismissed_at: float | None = None  # time at which its agent was ordered to exit
     kept: bool = False  # not listed any more, but used until the machines of the list can do without it
     successors: tuple[str, ...] = ()  # machines that were listed when this one was removed
     ready_at: float = 0.0  # time at which it last became usable

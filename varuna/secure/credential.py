@@ -1,9 +1,9 @@
 """The credential of a job: a certificate and its private key, made when the job starts.
 
 Every process of a job has both. A connection is TLS, and each end must prove that it has the private key;
-there is no other certificate that it accepts. So whoever has the key is a member of the job, and nobody else
-gets as far as sending a message. The credential travels on stdin of an agent, on pipes to workers, and in a
-file that only the user can read. It never appears in an argument list, the environment or a log.
+there is no other certificate that it accepts. So a process that has the key is a member of the job; no other
+can send a message. The credential travels on stdin of an agent, on pipes to workers, and in a file that only
+the user can read. It never appears in an argument list, the environment or a log.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 Ranks find each other through it, and share errors and heartbeats. It has the semantics of torch's TCPStore,
 which has no authentication. A caller is a stranger until its TLS handshake is complete; no byte that it sends
-before is read as a message. When the server's process ends, every connection closes, so whoever waits knows
-at once.
+before is read as a message. When the server's process ends, every connection closes, so clients that wait
+know at once.
 """
 
 import asyncio

@@ -77,6 +77,6 @@ def bounded_expressions(line: Callable[[FrameType | None], str]) -> AbstractCont
 
 @contextmanager
 def symbolic_lengths(line: Callable[[FrameType | None], str]) -> Iterator[None]:
-    """Keep sizes symbolic during an export wherever torch or Python would fix them without need."""
+    """Keep sizes symbolic during an export where torch or Python would fix them without need."""
     with symbolic_math(), named_guards(line), bounded_expressions(line):
         yield

@@ -10,7 +10,7 @@ worthless:
     called   HMAC(key, "answer", both openings), if the caller's proof is right
 
 The key comes from the job's credential and the numbers of all ranks. A job without a credential (torchrun)
-makes it of the numbers alone; whoever reads the exchange knows it.
+makes it of the numbers alone; anyone who reads the exchange knows it.
 
 Ranks on one machine use a Unix-domain socket, which is cheaper than TCP for small messages. They must also
 share the network namespace: containers on one host do not.

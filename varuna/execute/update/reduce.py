@@ -88,7 +88,7 @@ class Reducer:
     fixed_gradients: Container[Tensor] = frozenset()  # parameters whose gradient memory never changes
     # Called in `finish` after hooks and the norm, if the loss is finite: other ranks are not needed.
     on_whole: Callable[[], None] = lambda: None
-    request_seen: bool = False  # some rank had a request; whoever handles it resets this
+    request_seen: bool = False  # some rank had a request; the code that handles it resets this
     _buckets: list[Bucket] = field(default_factory=list)
     _places: dict[Tensor, tuple[Bucket, Tensor]] = field(default_factory=dict)  # bucket and view of each
     _set_aside: dict[Tensor, Tensor] = field(default_factory=dict)

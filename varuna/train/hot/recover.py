@@ -82,7 +82,7 @@ def can_go_on(model: "Varuna", error: PeerLost) -> bool:
 
 
 class Commit:
-    """Makes the result of one call count on all ranks, when each has told the others that its part is done.
+    """Makes the result of one call count on all ranks, when each has sent the others that its part is done.
 
     Between `begin` and `finish` a rank works on, and so it waits less for slower ones.
     """
