@@ -91,6 +91,30 @@ def test_in_bf16_it_is_as_accurate_as_the_plain_loss() -> None:
         assert (joint - right).norm() <= 1.5 * (plain - right).norm() + 1e-4 * right.norm()
 
 
+def outside_autocast(scores: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return as_hugging_face(scores, labels)
+
+
+def rounded_outside_autocast(scores: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return of_all_but_the_last(scores, labels)
+
+
+def test_a_loss_outside_autocast_is_fused_with_scores_inside() -> None:
+    """V14: the scores are in bf16. A loss in bf16 would have other values."""
+    inside, outside = (Language(finish, bias=True) for finish in (as_hugging_face, outside_autocast))
+    outside.load_state_dict(inside.state_dict())
+    program, inputs = captured(outside, "bf16")
+    joint = fuse_losses(program)
+    assert joint is not program
+    torch.testing.assert_close(
+        run(outside, joint, inputs), run(inside, fuse_losses(captured(inside, "bf16")[0]), inputs)
+    )
+    program, _ = captured(Language(rounded_outside_autocast, bias=True), "bf16")
+    assert fuse_losses(program) is program
+
+
 def test_its_backward_can_be_split() -> None:
     """V21: a zero-bubble schedule sends the inputs' gradients first."""
     x, inner = torch.rand(3, WIDTH, requires_grad=True), torch.rand(WIDTH, WIDTH, requires_grad=True)

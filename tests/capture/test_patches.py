@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.fx.proxy
 from torch import Tensor, fx, nn
+from torch._export.passes import replace_set_grad_with_hop_pass as set_grad_pass
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
@@ -59,6 +60,25 @@ def test_fast_export() -> None:
         traced = torch.export.export(nn.Linear(2, 2), (torch.ones(3, 2),), strict=False)
     lines = {node.meta.get("stack_trace") for node in traced.graph.nodes if node.op == "call_function"}
     require(name, lines == {"model.py:1: line"}, "tracers that take their lines from CapturedTraceback")
+
+
+class FrozenProduct(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x
+            with torch.no_grad():
+                z = y @ y
+            return y * z
+
+
+def test_no_grad_in_autocast() -> None:
+    name = "no_grad_in_autocast"
+    parameters = "node", "omit_if_same_with_ambient"
+    require_parameters(name, set_grad_pass, "_is_set_grad_enabled_sub_mod", *parameters)
+    with patches.no_grad_in_autocast():
+        traced = torch.export.export(FrozenProduct(), (torch.ones(2, 2),), strict=False)
+    regions = [str(node.target) for node in traced.graph.nodes if "wrap_with_set_grad" in str(node.target)]
+    require(name, len(regions) == 1, "a part of the graph for each grad mode, which starts with autocast")
 
 
 def test_function_apply() -> None:

@@ -60,6 +60,37 @@ def test_every_layout_computes_what_autocast_computes(precision: str, dtype: tor
     assert sorted(spec.dtype for spec in captured.carve(2, 3).received) == sorted(["float32", low])
 
 
+class FrozenInItsOwnPrecision(nn.Module):
+    """Lines in fp32, some of them without gradients, and a call in low precision among these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.cut(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            exact = h.float() @ self.last.weight
+            with torch.no_grad():
+                with torch.autocast("cpu", torch.bfloat16):
+                    low = self.first(y)
+                scale = (exact * 2 + low.float()).tanh()
+            return (exact * scale - self.last(y)).square().mean()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16)])
+def test_lines_without_gradients_in_a_precision_of_their_own(
+    precision: str, dtype: torch.dtype | None
+) -> None:
+    """V14: they have none in the captured model, too."""
+    torch.manual_seed(0)
+    model = FrozenInItsOwnPrecision()
+    source = Source(model, precision=precision)  # type: ignore[arg-type]
+    assert_same(model, batch_of(4), batch=4, source=source, autocast=dtype, layouts=[[0, 2]], rtol=0, atol=0)
+
+
 class InItsOwnPrecision(nn.Module):
     """Lines in fp32 that take items of a list, draw random numbers, and call a kernel that draws."""
 

@@ -1,5 +1,6 @@
 """Features of transformers' Trainer and trl that VarunaTrainer refuses, each by its name."""
 
+import contextlib
 import types
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,25 @@ from varuna.hf import VarunaTrainer, empty_model, hf_weights
 from varuna.hf.trainer.refusals import REFUSED_FIELDS, UnsupportedFeature
 
 FIELDS: dict[str, Any] = {
-    **dict.fromkeys(REFUSED_FIELDS, True),
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "fsdp": "full_shard",
+    "parallelism_config": object(),
+    "neftune_noise_alpha": 5.0,
+    "use_liger_kernel": True,
+    "auto_find_batch_size": True,
+    "fp16_full_eval": True,
+    "bf16_full_eval": True,
+    "enable_jit_checkpoint": True,
+    "save_on_each_node": True,
+    "torch_empty_cache_steps": 2,
+    "activation_offloading": True,
+    "padding_free": True,
     "optim": "galore_adamw",
     "torch_compile_mode": "max-autotune",
     "torch_compile_backend": "eager",
     "debug": ["underflow_overflow"],
 }
+"""Fields of TrainingArguments and SFTConfig that are refused, with values that people use."""
 OF_SFT = ("padding_free", "activation_offloading")
 OF_TRL = ("DPOTrainer", "RewardTrainer", "GRPOTrainer")
 
@@ -38,6 +52,11 @@ def test_an_argument_that_does_not_work_is_refused_by_name(name: str, tmp_path: 
         options = {"train_dataset": prompts(4, 1), "processing_class": tokenizer()}
     with pytest.raises(UnsupportedFeature, match=rf"{name}=.*\(.+\)"):
         kind(language_model(), args=args, **options)
+
+
+def test_every_refused_field_has_a_test() -> None:
+    """TRA-1"""
+    assert set(REFUSED_FIELDS) <= set(FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -180,3 +199,18 @@ def train_with_grokadamw(folder: str) -> str:
 def test_an_optimizer_that_needs_all_parameters_is_refused_over_stages(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(train_with_grokadamw, 2, str(tmp_path)):
         assert "GrokAdamW treats a parameter by its place among all" in found
+
+
+@pytest.mark.parametrize("name", ["compute_loss_context_manager", "autocast_smart_context_manager"])
+def test_methods_that_would_have_no_effect_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """TRA-1"""
+    kind: Any = type("Own", (VarunaTrainer,), {name: lambda self: contextlib.nullcontext()})
+    with pytest.raises(UnsupportedFeature, match=rf"{name} of Own.*\(.+\)"):
+        kind(language_model(), arguments(tmp_path), train_dataset=sentences(4))
+
+
+def test_fp8_of_accelerate_launch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRA-1"""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UnsupportedFeature, match=r"'fp8' of ACCELERATE_MIXED_PRECISION.*no, bf16, fp16"):
+        VarunaTrainer(language_model(), arguments(tmp_path), train_dataset=sentences(4))

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from varuna.capture.graph.randomness import bound
-from varuna.capture.run.program import SpanProgram, attributes, build
+from varuna.capture.run.program import SpanProgram, UnderAutocast, attributes, build
 
 aten = torch.ops.aten
 CROSS_ENTROPY = aten.cross_entropy_loss.default
@@ -48,7 +48,7 @@ def with_fused_loss(program: SpanProgram) -> SpanProgram:
 def fuse_losses(program: SpanProgram) -> SpanProgram:
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph_module.graph, {}))
-    losses = [node for node in graph.nodes if node.target is CROSS_ENTROPY]
+    losses = [node for node in graph.nodes if _operation(node) is CROSS_ENTROPY]
     if not any([_fuse(graph, node) for node in losses]):
         return program
     graph.eliminate_dead_code()
@@ -67,6 +67,8 @@ def _fuse(graph: fx.Graph, loss: fx.Node) -> bool:
     if path is None:
         return False
     *steps, scores = path
+    if isinstance(loss.target, UnderAutocast) and not any(map(_widens, steps)):
+        return False  # without autocast, the loss is computed in the precision of the scores
     args: Any = scores.args
     hidden, weight, *bias = args
     if "val" not in hidden.meta:
@@ -75,9 +77,9 @@ def _fuse(graph: fx.Graph, loss: fx.Node) -> bool:
     with graph.inserting_before(loss):
         for step in reversed(steps):
             # Apply to the hidden rows what a step does to the rows of scores.
-            if step.target in VIEWS:
+            if _operation(step) in VIEWS:
                 hidden = graph.call_function(aten.reshape.default, (hidden, [*_sizes(step)[:-1], width]))
-            elif step.target is aten.slice.Tensor:
+            elif _operation(step) is aten.slice.Tensor:
                 hidden = graph.call_function(aten.slice.Tensor, (hidden, *step.args[1:]), step.kwargs)
         options = (given["ignore_index"], given["reduction"] == MEAN)
         fused = graph.call_function(
@@ -89,6 +91,11 @@ def _fuse(graph: fx.Graph, loss: fx.Node) -> bool:
     return True
 
 
+def _operation(node: fx.Node) -> Any:
+    """Return what a node computes. A loss may turn off the autocast in which its scores are computed."""
+    return node.target.operation if isinstance(node.target, UnderAutocast) else node.target
+
+
 def _path_to_scores(node: Any) -> list[fx.Node] | None:
     """Return the nodes from the loss's input back to its product, if only the loss uses them."""
     path = []
@@ -98,10 +105,10 @@ def _path_to_scores(node: Any) -> list[fx.Node] | None:
         if node.target is LINEAR:
             return path if isinstance(vocabulary, int) and vocabulary >= MIN_VOCABULARY else None
         keeps_rows = (
-            node.target in SAME_VALUES
+            _operation(node) in SAME_VALUES
             or _widens(node)
-            or (node.target in VIEWS and _sizes(node)[-1] == vocabulary)
-            or (node.target is aten.slice.Tensor and _is_of_rows(node))
+            or (_operation(node) in VIEWS and _sizes(node)[-1] == vocabulary)
+            or (_operation(node) is aten.slice.Tensor and _is_of_rows(node))
         )
         if not keeps_rows:
             return None
@@ -116,7 +123,7 @@ def _sizes(view: fx.Node) -> list[Any]:
 
 def _widens(node: fx.Node) -> bool:
     """Return whether a node only converts to fp32, as the fused loss does too."""
-    if node.target is not aten.to.dtype or node.args[1] is not torch.float32:
+    if _operation(node) is not aten.to.dtype or node.args[1] is not torch.float32:
         return False
     (source,) = node.all_input_nodes
     form = source.meta.get("val")

@@ -18,6 +18,8 @@ from unittest.mock import patch
 import torch
 import torch.fx.proxy
 from torch import Tensor, fx, nn
+from torch._export.passes import replace_set_grad_with_hop_pass as set_grad_pass
+from torch.amp.autocast_mode import _enter_autocast
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _PyTreeCodeGen
@@ -51,6 +53,27 @@ def fast_export(line: Callable[[FrameType | None], str]) -> Iterator[None]:
         patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, lines: lines),
     ):
         yield
+
+
+def no_grad_in_autocast() -> AbstractContextManager[Any]:
+    """Let torch.export keep a `no_grad` inside of an autocast region.
+
+    It divides the graph at changes of the grad mode, and repeats the autocast in each part. Then it looks for
+    the change at the start of a part, and drops it where an autocast comes first.
+    """
+
+    def changes_grad_mode(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        part: Any = getattr(node.graph.owning_module, str(node.target)) if node.op == "call_module" else None
+        first: Any = None
+        for inner in part.graph.nodes if part is not None else ():
+            if inner.op != "placeholder" and inner.target is not _enter_autocast:
+                first = inner
+                break
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+    return patch.object(set_grad_pass, "_is_set_grad_enabled_sub_mod", changes_grad_mode)
 
 
 @contextmanager

@@ -140,6 +140,7 @@ def _trace(
         # `Source` reports them by name. Recurrent modules list their weights again; this is not state.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.")
         stack.enter_context(patches.fast_export(model_line))
+        stack.enter_context(patches.no_grad_in_autocast())
         if request.lengths:
             stack.enter_context(symbolic_lengths(model_line))
         exported = export(faked, (), example, dynamic_shapes=shapes, strict=False)

@@ -1,10 +1,12 @@
 """The loss of a Trainer as the forward of its model, so that `compute_loss` is captured with it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self
 
+import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 ALL_OUTPUTS = "varuna_all_outputs"
@@ -34,8 +36,44 @@ class ModelProxy:
         return type(self.__dict__["_model"])
 
 
+class LossObserver(Protocol):
+    """Sees the inputs of captured losses, and the outputs of their models."""
+
+    def begin(self, inputs: Mapping[str, Any], num_items: Any) -> None: ...
+
+    def add_outputs(self, outputs: Any) -> None: ...
+
+
+class LossPrecision:
+    """Computes a loss in float32 around a model that computes in autocast, as accelerate does.
+
+    Within the block, autocast is off, except in calls of the model. Their outputs are converted to float32.
+    """
+
+    def __init__(self) -> None:
+        self._kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._off = ExitStack()
+
+    def __enter__(self) -> Self:
+        for kind in self._kinds:
+            self._off.enter_context(torch.autocast(kind, enabled=False))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._off.close()
+
+    def call(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        """Call the model's forward in autocast."""
+        self._off.close()
+        outputs = forward(*args, **inputs)
+        self.__enter__()
+        return convert_to_fp32(outputs) if self._kinds else outputs
+
+
 @contextmanager
-def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[None]:
+def loss_in_forward(
+    model: nn.Module, compute_loss: ComputeLoss, watch: LossObserver | None = None
+) -> Iterator[None]:
     """Within the block, the model's forward computes the loss. Copies made in the block keep it."""
     original = type(model)
     # They call this model, not the copy that has them.
@@ -49,10 +87,20 @@ def loss_in_forward(model: nn.Module, compute_loss: ComputeLoss) -> Iterator[Non
         if inputs.pop(ALL_OUTPUTS, False):
             return original.forward(self, **inputs)
         num_items, num_batches = inputs.pop(NUM_ITEMS, None), inputs.pop(NUM_BATCHES, None)
-        # Not the model itself: its hooks and patches belong to the call that is running.
-        plain = ModelProxy(self, partial(original.forward, self))
-        loss = compute_loss(plain, inputs, num_items)
-        return loss if num_batches is None else loss / num_batches
+        if watch is not None:
+            watch.begin(inputs, num_items)
+        with LossPrecision() as precision:
+
+            def run(*args: Any, **given: Any) -> Any:
+                # Not the model itself: its hooks and patches belong to the call that is running.
+                outputs = precision.call(partial(original.forward, self), *args, **given)
+                if watch is not None:
+                    watch.add_outputs(outputs)
+                return outputs
+
+            plain = ModelProxy(self, run)
+            loss = compute_loss(plain, inputs, num_items)
+            return loss if num_batches is None else loss / num_batches
 
     members = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
     model.__class__ = type(original.__name__, (original,), members)

@@ -1,9 +1,16 @@
 """The training data of VarunaTrainer: replaces methods of transformers' Trainer that read and count it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
+
+import transformers
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from varuna.execute.comm.values import PlainValue
 from varuna.hf.trainer import files
@@ -70,3 +77,31 @@ class TrainerData(TrainerCheckpoints):
             found: list[dict[str, Any]] = read_batches(self.pipeline.collective, read).batches.value
         self._epoch.has_ended = len(found) < count
         return found
+
+    def _prepared(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the script's `_prepare_inputs` makes of a batch. It may draw random numbers.
+
+        The first rank calls it, for all. Without one, each rank moves its share to its device later.
+        """
+        if not any(_is_overridden(self, name) for name in PREPARATION):
+            return dict(inputs.items())
+
+        def prepare() -> BatchMessage:
+            prepared = plain_batch(self._prepare_inputs(plain_batch(inputs)))
+            return BatchMessage(PlainValue([pytree.tree_map_only(Tensor, Tensor.cpu, prepared)]))
+
+        found: dict[str, Any] = read_batches(self.pipeline.collective, prepare).batches.value[0]
+        return found
+
+
+PREPARATION = ("_prepare_inputs", "_prepare_input")
+
+
+def _is_overridden(trainer: transformers.Trainer, name: str) -> bool:
+    return getattr(getattr(trainer, name), "__func__", None) is not getattr(transformers.Trainer, name)
+
+
+def plain_preparation(trainer: transformers.Trainer) -> AbstractContextManager[Any]:
+    """Within the block, `_prepare_inputs` is that of transformers: the inputs were prepared before."""
+    plain = {name: partial(getattr(transformers.Trainer, name), trainer) for name in PREPARATION}
+    return patch.dict(vars(trainer), plain)

@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,16 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(state["cpu"])
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Set the generators back after the block."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def load_random_state(folder: str) -> dict[str, Any] | None:

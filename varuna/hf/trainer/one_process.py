@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from varuna.execute.device.facts import choose_gpu
 from varuna.train.process_rank import find_local_rank, find_rank
+from varuna.types import PrecisionName
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -23,6 +24,8 @@ LAUNCHER_VARIABLES = (
     "CCL_WORLD_SIZE",
 )
 """Variables from which accelerate concludes that it has to distribute the work itself."""
+PRECISIONS: dict[str, PrecisionName] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+"""The precision of `Varuna` for accelerate's names of mixed precisions."""
 HIDDEN_FIELDS = ("gradient_checkpointing", "torch_compile", "average_tokens_across_devices")
 """Fields that Varuna honours instead of transformers: it sees False."""
 

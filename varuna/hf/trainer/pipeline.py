@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 
 from varuna.capture.model.tied_weights import named_tensors
 from varuna.environment import VarunaEnvironment
 from varuna.execute.comm.collective import Collective
 from varuna.hf.trainer.captured_loss import ALL_OUTPUTS, NUM_ITEMS, ComputeLoss, loss_in_forward
+from varuna.hf.trainer.loss_watch import LossWatch
 from varuna.hf.trainer.refusals import refuse_use
 from varuna.train.loader import own_share
 from varuna.train.outputs import whole_outputs
@@ -59,6 +61,7 @@ class TrainerPipeline:
     settings: PipelineSettings
     model: Varuna | None = None
     source: nn.Module | None = None  # the script's model
+    watch: LossWatch | None = None  # of the script's own loss
     grad_norm: float | None = None  # of the last update, if its step has clipped
     overflow: bool = False  # the last update must be skipped
     has_gradient: bool = False  # of batches since the last update
@@ -88,8 +91,10 @@ class TrainerPipeline:
         assert self.model is not None, "the model is wrapped with the first batch"
         return self.model
 
-    def wrap(self, model: nn.Module, inputs: Mapping[str, Any], compute_loss: ComputeLoss) -> None:
-        """Wrap the script's model. All ranks call this with the same inputs."""
+    def wrap(
+        self, model: nn.Module, inputs: Mapping[str, Any], compute_loss: ComputeLoss, *, is_own: bool
+    ) -> None:
+        """Wrap the script's model. All ranks call this with the same inputs. `is_own`: the script's loss."""
         settings, environment = self.settings, VarunaEnvironment.read(os.environ)
         check_launcher(settings, environment)
         stage_map = environment.stage_to_rank_map or choose_map(model, settings.stages, settings.device)
@@ -105,7 +110,8 @@ class TrainerPipeline:
         if norm is not None:
             self._warn_of_small_batches(norm, stage_map, size)
         options = {"recompute": settings.recompute, **settings.options}
-        with loss_in_forward(model, compute_loss):
+        self.watch = LossWatch(compute_loss) if is_own else None
+        with loss_in_forward(model, compute_loss, self.watch):
             self.model = Varuna(
                 model,
                 stage_map,
@@ -118,6 +124,8 @@ class TrainerPipeline:
                 seed=settings.seed,
                 **options,
             )
+        if self.watch is not None:
+            self.watch.start(model)
         if settings.saves:
             self.model._saver.expect_no_store()
         self.model._requests.autosave.turn_off()  # a store belongs to one checkpoint folder, at one step
@@ -189,12 +197,23 @@ class TrainerPipeline:
         with wrapped._session.call("clip_grad_norm"), wrapped._report_errors("clip_grad_norm"):
             return wrapped._trainer.reducer.clip(max_norm)
 
+    def check_loss(self) -> None:
+        """Refuse a loss that has changed since it was captured."""
+        if self.watch is not None:
+            assert self.source is not None
+            self.watch.check(self.source)
+
     def evaluate(self, inputs: Mapping[str, Any]) -> float:
+        self.check_loss()
         return self.wrapped.evaluate(own_share(self.wrapped, inputs))
 
     def outputs(self, inputs: Mapping[str, Any]) -> Any:
-        """Return the model's own outputs for all samples, on every rank, on the device of the labels."""
-        return whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True}, self.settings.device)
+        """Return the model's own outputs for all samples, on every rank, on the device of the labels.
+
+        They are in float32, as those of a model that accelerate runs in autocast.
+        """
+        outputs = whole_outputs(self.wrapped, {**inputs, ALL_OUTPUTS: True}, self.settings.device)
+        return outputs if self.settings.precision == "fp32" else convert_to_fp32(outputs)
 
     def patient(self) -> AbstractContextManager[None]:
         return nullcontext() if self.model is None else self.model._session.patient(15.0)

@@ -7,6 +7,7 @@ import transformers
 
 from varuna.hf.adapters import lacks_weights
 from varuna.hf.trainer.captured_loss import package_of
+from varuna.hf.trainer.one_process import PRECISIONS, given
 
 LAYERWISE_OPTIMIZERS = ("galore", "lomo", "apollo", "layerwise", "grokadamw_layerwise", "q_apollo")
 """Parts of names of optimizers that need the whole model, or that step inside backward."""
@@ -30,6 +31,14 @@ REFUSED_FIELDS = {
     "padding_free": "a batch of one long row cannot be divided into micro-batches: set it to False",
 }
 """Fields of TrainingArguments (and trl's SFTConfig) that must have no value, and the way out."""
+
+
+REFUSED_METHODS = {
+    "compute_loss_context_manager": "what it enters would apply when the loss is captured, not in each step: "
+    "enter it in compute_loss",
+    "autocast_smart_context_manager": "the stages run in their own autocast: choose bf16=True or fp16=True",
+}
+"""Methods of Trainer that a subclass must not override, and the way out."""
 
 
 class UnsupportedFeature(ValueError):
@@ -64,6 +73,11 @@ def refuse_arguments(args: Any) -> None:
             f"torch_compile_mode={mode!r} is not supported (use torch_compile=True alone; cuda_graphs=True "
             "in varuna_options records CUDA graphs)"
         )
+    if (precision := given(args, "mixed_precision")) not in PRECISIONS:
+        raise UnsupportedFeature(
+            f"mixed precision {precision!r} of ACCELERATE_MIXED_PRECISION, which `accelerate launch` sets, "
+            f"is not supported (choose one of {', '.join(PRECISIONS)}, or set bf16=True or fp16=True)"
+        )
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             raise UnsupportedFeature(
@@ -77,7 +91,8 @@ def refuse_model(model: Any) -> None:
     if len(set(places.values())) > 1:
         raise UnsupportedFeature(
             "the model was loaded with device_map over several devices (load it without device_map; each "
-            "rank holds one stage)"
+            "rank holds one stage; if trl loads it by its name, set model_init_kwargs={'device_map': None} "
+            "in SFTConfig)"
         )
     if getattr(model, "is_distributed_loading_by_transformers", False) or getattr(model, "_tp_size", None):
         raise UnsupportedFeature(
@@ -101,6 +116,11 @@ def refuse_kind(kind: type) -> None:
             f"{kinds[0].__name__} of trl calls the model in ways that cannot be cut into stages (SFTTrainer "
             "works; for others, use pyrannc.RaNNCModule or trl's own parallelism)"
         )
+    for name, way_out in REFUSED_METHODS.items():
+        if getattr(kind, name) is not getattr(transformers.Trainer, name):
+            raise UnsupportedFeature(
+                f"{name} of {kind.__name__} does not work with VarunaTrainer ({way_out})"
+            )
 
 
 def refuse_trainer(trainer: Any) -> None:

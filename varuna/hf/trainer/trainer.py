@@ -3,11 +3,9 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
@@ -16,8 +14,9 @@ from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
 from varuna.hf.trainer import files
 from varuna.hf.trainer.captured_loss import NUM_BATCHES, ModelProxy
-from varuna.hf.trainer.data import TrainerData
-from varuna.hf.trainer.one_process import alone, given, set_one_process
+from varuna.hf.trainer.data import TrainerData, plain_preparation
+from varuna.hf.trainer.epoch_reader import kept_random_state
+from varuna.hf.trainer.one_process import PRECISIONS, alone, given, set_one_process
 from varuna.hf.trainer.pipeline import (
     PipelineSettings,
     TrainerPipeline,
@@ -34,6 +33,13 @@ from varuna.hf.trainer.refusals import (
     refuse_trainer,
 )
 from varuna.hf.trainer.save_signal import saving_on_signal
+from varuna.hf.trainer.sft_loss import (
+    has_plain_loss,
+    has_sft_loss,
+    load_on_cpu,
+    sft_loss,
+    sft_num_items,
+)
 
 
 class StageOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -88,6 +94,8 @@ class VarunaTrainer(TrainerData):
         if args is not None:
             refuse_arguments(args)
             set_one_process(args)
+            if isinstance(given_model, str):
+                load_on_cpu(args)
         super().__init__(*positional, **named)
         refuse_trainer(self)
         refuse_model(self.model)
@@ -132,7 +140,7 @@ class VarunaTrainer(TrainerData):
             microbatch_size=micro_batch,
             batch_size=self._train_batch_size * args.gradient_accumulation_steps,
             device_batch_size=self._train_batch_size,
-            precision="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+            precision=PRECISIONS[given(args, "mixed_precision")],
             recompute=True if recompute else None,
             compile=bool(given(args, "torch_compile")),
             seed=args.seed,
@@ -217,7 +225,9 @@ class VarunaTrainer(TrainerData):
         self._update, self._num_steps, self.pipeline.grad_norm = [], 0, None
         self.current_gradient_accumulation_steps = len(batches)
         if batches and self.pipeline.model is None:
-            self._wrap(batches[0], num_items)
+            with kept_random_state():  # training_step prepares this batch again
+                prepared = self._prepared(batches[0])
+            self._wrap(prepared, num_items)
             self._use_optimizer()
         return batches, num_items
 
@@ -238,7 +248,9 @@ class VarunaTrainer(TrainerData):
     def _wrap(self, inputs: Mapping[str, Any], num_items: Any) -> None:
         refuse_model(self.model)  # model_init may have made it after the start
         self._set_signature_columns_if_needed()  # from the model's own forward
-        self.pipeline.wrap(self.model, self._inputs(inputs, num_items), self._loss)
+        is_known = has_plain_loss(self) or has_sft_loss(self)
+        is_own = not is_known or self.compute_loss_func is not None
+        self.pipeline.wrap(self.model, self._inputs(inputs, num_items), self._loss, is_own=is_own)
         refuse_stages(self.args, self.pipeline.num_stages)
 
     def _use_optimizer(self) -> None:
@@ -249,7 +261,8 @@ class VarunaTrainer(TrainerData):
 
     def _inputs(self, inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
         """Return the inputs of the captured loss: a batch, and the numbers that its loss is divided by."""
-        found = loss_inputs(inputs, num_items)
+        divisor = sft_num_items(self, inputs, num_items) if has_sft_loss(self) else num_items
+        found = loss_inputs(inputs, divisor)
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             accepts = self.model_accepts_loss_kwargs and num_items is not None
@@ -260,13 +273,9 @@ class VarunaTrainer(TrainerData):
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Compute the loss as Trainer does. This is what is captured."""
-        if type(self).compute_loss.__module__.startswith("trl."):
-            # The same loss without its fused head, which keeps the model from being cut.
-            inputs["use_cache"] = False
-            compute: Any = partial(_plain_compute_loss(type(self)), self)
-        else:
-            compute = self.compute_loss
-        loss = compute(model, inputs, num_items_in_batch=num_items)
+        if has_sft_loss(self):
+            return sft_loss(self, model, inputs, num_items)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -282,7 +291,8 @@ class VarunaTrainer(TrainerData):
             mine: Any = self
             mine._total_train_tokens += int(inputs["attention_mask"].sum())
             mine._metrics["train"]["num_tokens"] = [mine._total_train_tokens]
-        self._update.append(self._inputs(inputs, num_items_in_batch))
+        self._update.append(self._inputs(self._prepared(inputs), num_items_in_batch))
+        self.pipeline.check_loss()
         pipeline, count = self.pipeline, self.current_gradient_accumulation_steps
         is_last = self._num_steps + len(self._update) == count
         joins = count > 1 and NUM_BATCHES not in self._update[0] and pipeline.adds_up
@@ -334,17 +344,19 @@ class VarunaTrainer(TrainerData):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         labels = [inputs.get(name) for name in self.label_names]
+        inputs = self._prepared(inputs)
         if self.pipeline.model is None:
             self._wrap_for_evaluation(inputs)
-        is_own = type(self).compute_loss is transformers.Trainer.compute_loss
-        if prediction_loss_only and is_own and labels and all(label is not None for label in labels):
+        has_labels = bool(labels) and all(label is not None for label in labels)
+        if prediction_loss_only and has_plain_loss(self) and has_labels:
             num_items = self._get_num_items_in_batch([inputs], self.args.device)
             loss = self.pipeline.evaluate(loss_inputs(inputs, num_items))
             return torch.tensor(loss, device=self.args.device), None, None
         through: Any = ModelProxy(self.model, self._outputs)
-        found: tuple[Tensor | None, Any, Any] = super().prediction_step(
-            through, plain_batch(inputs), prediction_loss_only, ignore_keys
-        )
+        with plain_preparation(self):
+            found: tuple[Tensor | None, Any, Any] = super().prediction_step(
+                through, plain_batch(inputs), prediction_loss_only, ignore_keys
+            )
         return found
 
     def _outputs(self, **inputs: Any) -> Any:
@@ -369,10 +381,3 @@ class VarunaTrainer(TrainerData):
             self._use_optimizer()
         else:
             self.pipeline.adopt(self.optimizer)  # the script's, or None
-
-
-def _plain_compute_loss(kind: type) -> Any:
-    """Return the compute_loss that trl's class has replaced."""
-    kinds = iter(kind.__mro__)
-    next(one for one in kinds if "compute_loss" in vars(one) and one.__module__.startswith("trl."))
-    return next(vars(one)["compute_loss"] for one in kinds if "compute_loss" in vars(one))
