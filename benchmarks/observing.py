@@ -7,9 +7,10 @@ ratio comes from four turns.
 
 The second line is the worker's part: CPU times of adjacent steps of one job, which are recorded or not, in
 the order on, off, off, on. Other programs disturb it less. Both show the median of all ratios with its 95 %
-confidence interval (bootstrap). The other lines are CPU times: of a worker's records and of its trace, over
-10,000 calls, of manager, page and agent of both jobs, each of which runs alone, and the sum of what the
-watched job needs more: the factor by which steps take longer on a machine all of whose cores train.
+confidence interval (bootstrap). The other lines are CPU times: of a worker's records and of its trace, after
+work that fills the caches as a step does; of manager, page and agent of both jobs, which train at the same
+time; and the sum of what the watched job needs more: the factor by which steps take longer on a machine all
+of whose cores train. All lines together take about five minutes.
 """
 
 import http.client
@@ -25,12 +26,14 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks.measure import Spread, spread
 from benchmarks.report import Row
@@ -39,6 +42,7 @@ from varuna.environment import VarunaEnvironment
 from varuna.morph.metrics.collect import MetricsCollector
 from varuna.morph.metrics.log import log
 from varuna.morph.metrics.worker import StepMetrics
+from varuna.observe.record import Recorder
 from varuna.observe.trace_file import StepTracer
 
 TRAIN = """
@@ -94,10 +98,16 @@ ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
 """Four steps: 1 is recorded."""
 SCRAPE_SECONDS = 15.0
 """Time between two scrapes; Prometheus' own default is a minute."""
+CURVE_SECONDS = 1.5
+"""An open tab asks for the curve at the first update after this time, as chart.js does."""
 LOG_SECONDS = 2.0
 """Time in which an open tab asks for new lines of the worker it shows."""
 INTERVALS = 64
 """Intervals of a step of 16 micro-batches: forward, backward, sends and waits."""
+STEP_SECONDS = 0.02
+"""Time of these steps: the traces of about a quarter of a second are written together."""
+OTHER_BYTES = 48 * 2**20
+"""Bytes that the compute of a step reads and writes."""
 READ_SECONDS = 30.0
 """Time limit for an answer of the page or the endpoint."""
 UNUSED_STEPS = 1
@@ -105,32 +115,33 @@ UNUSED_STEPS = 1
 
 
 def observing(repeats: int, *, quick: bool) -> list[Row]:
-    walls = take_turns(8 if quick else 64 * repeats)
-    watched, plain = (
-        watching_shares(*kind, windows=1 if quick else repeats, seconds=2.0 if quick else SCRAPE_SECONDS)
-        for kind in ((LOOKED_AT, ALWAYS), ((), NEVER))
-    )
-    cpu = steps_in_turn(3.0 if quick else 12.0 * repeats)
-    calls = 100 if quick else 10_000
+    walls = take_turns(8 if quick else 32 * repeats)
+    shares = watching_shares(1 if quick else repeats, 2.0 if quick else SCRAPE_SECONDS)
+    cpu = steps_in_turn(3.0 if quick else 10.0 * repeats)
+    calls = 20 if quick else 200
     records = [record_seconds(calls) for _ in range(repeats)]
     traces = [trace_seconds(calls) for _ in range(repeats)]
     usual = spread([1e3 * four.off for four in cpu])
     cores = len(os.sched_getaffinity(0))
     added = 1e3 * (median(records) + median(traces)) / usual.median
-    more = [one - median(plain) for one in watched]
+    more = [one.watched - one.plain for one in shares]
     return [
         compared("wall time of a step with page, TensorBoard, Prometheus, varuna.log and trace", walls),
         compared("CPU time of a worker's step with varuna.log and trace", cpu),
-        part("CPU time of the worker's records of a step and a scalar", records, usual),
-        part(f"CPU time of the worker's trace of a step with {INTERVALS} intervals", traces, usual),
+        part("CPU time of the worker's records of a step and a scalar, after compute", records, usual),
+        part(
+            f"CPU time of the worker's trace of {INTERVALS} intervals, after compute",
+            traces,
+            usual,
+        ),
         Row(
             benchmark="observing",
             case=f"CPU time of manager, page and agent: one tab is open, one scrape in {SCRAPE_SECONDS:g} s",
             against="manager and agent of a job that nobody watches",
             unit="ms/s",
-            ours=spread([1e3 * one for one in watched]),
-            other=spread([1e3 * one for one in plain]),
-            ratio=spread([one / median(plain) for one in watched]),
+            ours=spread([1e3 * one.watched for one in shares]),
+            other=spread([1e3 * one.plain for one in shares]),
+            ratio=spread([one.watched / one.plain for one in shares]),
         ),
         Row(
             benchmark="observing",
@@ -185,6 +196,13 @@ class Four(NamedTuple):
 
     on: float
     off: float
+
+
+class WatchingShares(NamedTuple):
+    """CPU seconds in a second of manager, page and agent of both jobs."""
+
+    watched: float
+    plain: float
 
 
 class Step(NamedTuple):
@@ -286,20 +304,20 @@ def take_turns(count: int) -> list[Four]:
         return four_turns(watched.end(), plain.end())
 
 
-def watching_shares(
-    options: Sequence[str], recorded: Sequence[int], *, windows: int, seconds: float
-) -> list[float]:
-    """Return the CPU seconds of manager, page and agent in each second of a job that runs alone."""
+def watching_shares(windows: int, seconds: float) -> list[WatchingShares]:
+    """Return the CPU seconds of manager, page and agent of both jobs in each second that both train."""
     shares = []
-    with observed_jobs((options, recorded)) as (job,):
-        with looked_at(job) if options else nullcontext() as scraper:
+    with observed_jobs((LOOKED_AT, ALWAYS), ((), NEVER)) as jobs:
+        with looked_at(jobs[0]) as scraper:
             for _ in range(windows):
-                begun, used = time.perf_counter(), job.watching_seconds()
-                if scraper is not None:
-                    scraper.read_once()
+                begun, used = time.perf_counter(), [job.watching_seconds() for job in jobs]
+                scraper.read_once()
                 time.sleep(seconds)
-                shares.append((job.watching_seconds() - used) / (time.perf_counter() - begun))
-        job.end()
+                used = [job.watching_seconds() - before for job, before in zip(jobs, used, strict=True)]
+                spent = time.perf_counter() - begun
+                shares.append(WatchingShares(*(one / spent for one in used)))
+        for job in jobs:
+            job.end()
     return shares
 
 
@@ -386,17 +404,19 @@ class PageTab(JobReaderThread):
     def read(self) -> None:
         others = http.client.HTTPConnection(self._host, timeout=READ_SECONDS)
         stream = http.client.HTTPConnection(self._host, timeout=READ_SECONDS)
-        timeline, log_at, read_bytes = 0, time.monotonic(), 0
+        timeline, curve_at, log_at, read_bytes = 0, time.monotonic(), time.monotonic(), 0
         for line in self._get(stream, "/api/stream"):
             if not line.startswith(b"data: "):
                 continue
             update = json.loads(line.removeprefix(b"data: "))
-            self._get(others, "/api/curve?axis=step&points=600").read()
+            if time.monotonic() >= curve_at:
+                curve_at = time.monotonic() + CURVE_SECONDS
+                self._get(others, "/api/curve?axis=step&points=600").read()
             if update["timeline"] != timeline:
                 timeline = update["timeline"]
                 self._get(others, "/api/timeline").read()
             if time.monotonic() >= log_at:
-                log_at += LOG_SECONDS
+                log_at = time.monotonic() + LOG_SECONDS
                 log = f"/api/log?generation=1&rank=0&stream=out&start={read_bytes}"
                 read_bytes = json.loads(self._get(others, log).read())["stop"]
             self.answers += 1
@@ -468,35 +488,57 @@ def four_steps(steps: Sequence[Step]) -> list[Four]:
     return fours
 
 
+def seconds_after_compute(work: Callable[[int], None], count: int, prepare: Callable[[int], None]) -> float:
+    """Return the mean CPU time of `work` if the caches are full of other data, as after a step's compute."""
+    others = np.zeros(OTHER_BYTES // 8)
+    seconds = []
+    for number in range(1, count + 1):
+        prepare(number)
+        others += 1.0
+        time.thread_time()  # its own code is in the caches again
+        begun = time.thread_time()
+        work(number)
+        seconds.append(time.thread_time() - begun)
+    return mean(seconds)
+
+
 def record_seconds(count: int) -> float:
     """Return the CPU time that a worker needs for the records of one step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank_0.progress"
         collector = MetricsCollector(path)
-        os.environ.update(VarunaEnvironment(progress_file=str(path)).write())
+        variables = VarunaEnvironment(progress_file=str(path)).write()
+        os.environ.update(variables)
         try:
             metrics = StepMetrics()
-            begun = time.process_time()
-            for step in range(1, count + 1):
+
+            def work(step: int) -> None:
                 metrics.note_inputs({"x": 0})
                 metrics.finish_step(step, 0.5, seconds=0.1, samples=64, is_first=True)
                 log({"accuracy": 0.5})
-            return (time.process_time() - begun) / count
+
+            return seconds_after_compute(work, count, lambda step: None)
         finally:
-            for name in VarunaEnvironment(progress_file=str(path)).write():
+            for name in variables:
                 del os.environ[name]
             collector.close()
 
 
 def trace_seconds(count: int) -> float:
-    """Return the CPU time that a worker needs to write the trace of one step."""
-    entries = [("forward", number, 0.001 * number, 0.001 * number + 0.0009) for number in range(INTERVALS)]
+    """Return the CPU time that a worker needs for the trace of one step, with its share of the writing."""
+    recorder = Recorder()
+
+    def prepare(step: int) -> None:
+        recorder.clear()
+        for number in range(INTERVALS):
+            recorder.add("F", number, step + 0.001 * number, step + 0.001 * number + 0.0009)
+
+    def work(step: int) -> None:
+        tracer.leave(step, 0, 0, 1, recorder.snapshot())
+        tracer.enter(STEP_SECONDS * step, uninterrupted=True)
+
     with tempfile.TemporaryDirectory() as folder:
         tracer = StepTracer(Path(folder) / "rank_0.trace")
-        begun = time.process_time()
-        for step in range(count):
-            tracer.leave(step, 0, 0, 1, lambda: list(entries))
-            tracer.enter(0.5, uninterrupted=True)
-        seconds = time.process_time() - begun
+        seconds = seconds_after_compute(work, count, prepare)
         tracer.close()
-    return seconds / count
+    return seconds

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -64,25 +64,8 @@ class TraceFile(msgspec.Struct, frozen=True, array_like=True, order=True):
         return folder / f"rank_{self.rank}.{self.stream}"
 
 
-class FinishedStep(NamedTuple):
-    """A step that waits to be written. Its intervals are read and encoded then, not within the next step."""
-
-    step: int
-    rank: int
-    stage: int
-    num_ranks: int
-    generation: int
-    recorded: Snapshot
-    written: float
-    optimized: float | None  # time at which the optimizer has ended; None: other work came between
-    extra: list[Entry]
-
-    def entries(self) -> list[Entry]:
-        entries = self.recorded()
-        if self.optimized is not None and entries:
-            stop = max(entry[3] for entry in entries)
-            entries.append(("optimizer", -1, stop, max(stop, self.optimized)))
-        return entries + self.extra
+Pending = tuple[int, int, int, int, int, Snapshot]
+"""Step, rank, stage, number of ranks, generation, and the intervals of the step."""
 
 
 class StepTracer:
@@ -96,9 +79,10 @@ class StepTracer:
     ) -> None:
         self._path, self._file_bytes, self._write_seconds = path, file_bytes, write_seconds
         self._fd, self._size = -1, 0
-        self._pending: tuple[int, int, int, int, int, Snapshot] | None = None
+        self._pending: Pending | None = None
         self._extra: list[Entry] = []  # before the pending step and after it
-        self._waiting: list[FinishedStep] = []
+        # Steps, when each was over, when its optimizer was if nothing came between, and its extra intervals.
+        self._waiting: list[tuple[Pending, float, float | None, list[Entry]]] = []
         self._write_at = float("-inf")
         self._encoder = msgspec.msgpack.Encoder()
         self._machine = machine_identity()
@@ -134,7 +118,7 @@ class StepTracer:
         if self._pending is None:
             return
         optimized = now if uninterrupted else None
-        self._waiting.append(FinishedStep(*self._pending, time.time(), optimized, self._extra))
+        self._waiting.append((self._pending, time.time(), optimized, self._extra))
         self._pending, self._extra = None, []
         if now >= self._write_at or len(self._waiting) >= MAX_WAITING:
             self._write_at = now + self._write_seconds
@@ -144,13 +128,20 @@ class StepTracer:
         """Write the steps that wait, because the next one may come late."""
         waiting, self._waiting = self._waiting, []
         try:
-            self._write(b"".join(map(self._encode, waiting)))
+            self._write(b"".join(self._encode(*step) for step in waiting))
         except OSError:
             self._path = None
 
-    def _encode(self, step: FinishedStep) -> bytes:
-        place = step.step, step.rank, step.stage, step.num_ranks
-        trace = StepTrace(*place, step.written, self._machine, step.generation, step.entries())
+    def _encode(
+        self, step: Pending, written: float, optimized: float | None, extra: Sequence[Entry]
+    ) -> bytes:
+        number, rank, stage, num_ranks, generation, recorded = step
+        entries = recorded()
+        if optimized is not None and entries:
+            stop = max(entry[3] for entry in entries)
+            entries.append(("optimizer", -1, stop, max(stop, optimized)))
+        entries += extra
+        trace = StepTrace(number, rank, stage, num_ranks, written, self._machine, generation, entries)
         record = self._encoder.encode(trace)
         return _LENGTH.pack(len(record)) + record
 

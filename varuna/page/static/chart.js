@@ -19,9 +19,10 @@ const PANELS = [
 const HEIGHT = PANELS.reduce((sum, panel) => sum + panel.height + GAP, TOP);
 
 const NEAR = 6; // pixels
+const LOAD_MS = 1500; // while the job runs, every second update loads the curve
 
 // `version` and `now` are those of the last update; `now` is null unless the job runs.
-const chart = { axis: "time", log: false, range: null, data: null, cursor: null, drag: null, version: "", now: null };
+const chart = { axis: "time", log: false, range: null, data: null, cursor: null, drag: null, version: "", now: null, loadAt: 0 };
 const loadCurve = loader(async () => {
   const [first, last] = chart.range ?? [null, null];
   const points = Math.max(100, Math.min(1500, Math.round(parts.root.clientWidth - LEFT - RIGHT)));
@@ -67,7 +68,10 @@ export function startCurve() {
 }
 
 export function showCurve(version, now) {
-  chart.version = version;
+  if (now === null || performance.now() >= chart.loadAt) {
+    chart.version = version;
+    chart.loadAt = performance.now() + LOAD_MS;
+  }
   chart.now = now;
   refreshCurve();
   redrawCurve();
