@@ -86,18 +86,10 @@ class MarketAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def play_market(options: MarketOptions) -> None:
     """Carry out `varuna simulate` for a trace, or for the calibration of costs alone."""
-    if options.trace is None and options.best_interval:
-        raise ValueError("--best-interval plays a trace of machines: give --trace FILE")
-    costs = _costs(options)
     if options.trace is None:
-        if options.calibrate is None:
-            raise ValueError(
-                "give PROFILE and PLAN to simulate a step, --trace FILE to play a trace of machines, or "
-                "--calibrate LOGDIR to measure costs"
-            )
-        if options.out is None:
-            typer.echo(encode(costs))
+        _show_costs(options)
         return
+    costs = _costs(options)
     trace, policies = _trace(options, options.trace), _policies(options.policies)
     no_search = _why_no_search(options, trace, policies)
     if no_search and options.best_interval:
@@ -149,6 +141,19 @@ def play_market(options: MarketOptions) -> None:
         typer.echo(encode(answer))
     else:
         _show(answer, planner)
+
+
+def _show_costs(options: MarketOptions) -> None:
+    if options.best_interval:
+        raise ValueError("--best-interval plays a trace of machines: give --trace FILE")
+    if options.calibrate is None:
+        raise ValueError(
+            "give PROFILE and PLAN to simulate a step, --trace FILE to play a trace of machines, or "
+            "--calibrate LOGDIR to measure costs"
+        )
+    costs = _costs(options)
+    if options.out is None:
+        typer.echo(encode(costs))
 
 
 def _costs(options: MarketOptions) -> Costs:

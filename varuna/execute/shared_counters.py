@@ -23,7 +23,7 @@ _NUMBERS_PER_LINE = LINE // 8
 
 
 class CounterPlace(NamedTuple):
-    """How other processes find the memory."""
+    """The place where other processes find the memory."""
 
     path: str  # "": there is none
     token: bytes
