@@ -18,6 +18,7 @@ from tests.hf.trainers import (
 )
 from tests.pool import Pool
 from varuna.hf import VarunaTrainer
+from varuna.hf.trainer.loss_watch import LossWatch
 from varuna.hf.trainer.refusals import UnsupportedFeature
 
 
@@ -162,3 +163,17 @@ def train_lengths(staged: bool, folder: str) -> Any:
 def test_an_own_loss_of_batches_of_different_lengths(tmp_path: Path) -> None:
     """TRA-1: other lengths are no change of the loss."""
     assert_same_logs(train_lengths(True, str(tmp_path / "mine")), train_lengths(False, str(tmp_path / "one")))
+
+
+def test_a_loss_that_cannot_be_checked_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """TRA-1"""
+
+    def loss_of_a_number(model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+        return inputs["x"] * float(model(**inputs))
+
+    watch, model = LossWatch(loss_of_a_number), torch.nn.Linear(2, 2)
+    watch.begin({"x": torch.ones(2)}, None)
+    watch.add_outputs(torch.ones(()))
+    watch.start(model)
+    assert "it is not checked whether it reads Python values that change" in caplog.text
+    watch.check(model)

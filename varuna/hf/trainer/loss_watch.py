@@ -67,7 +67,9 @@ class LossWatch:
             self._outputs.append(_form(outputs))
 
     def start(self, model: nn.Module) -> None:
-        """Keep the operations that the loss has now: those that were captured."""
+        """Keep the operations that the loss has now, just after the capture."""
+        if self._is_started:
+            return
         self._is_started, was_training = True, model.training
         try:
             for training in (False, True):

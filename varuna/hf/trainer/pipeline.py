@@ -124,8 +124,6 @@ class TrainerPipeline:
                 seed=settings.seed,
                 **options,
             )
-        if self.watch is not None:
-            self.watch.start(model)
         if settings.saves:
             self.model._saver.expect_no_store()
         self.model._requests.autosave.turn_off()  # a store belongs to one checkpoint folder, at one step
@@ -169,6 +167,8 @@ class TrainerPipeline:
             held = state.tensor(canonical) if canonical in state.canonical else shell
             assert isinstance(held, nn.Parameter)
             owner._parameters[leaf] = held
+        if self.watch is not None:
+            self.watch.start(model)  # with the weights where they will be
 
     def step(
         self,
