@@ -6,9 +6,11 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from varuna.morph import commands, events
+from varuna.morph.accounting import TRAINING, Accountant
 from varuna.morph.decide import decide_all
 from varuna.morph.members import Members, is_steady
 from varuna.morph.reports import (
@@ -107,6 +109,39 @@ def decide_twice(
     return after, found
 
 
+def shares_by_looking_at_all(accountant: Accountant, state: JobState, clock: float) -> dict[str, float]:
+    found = dict.fromkeys(("working", "between", "waiting", "idle"), 0.0)
+    fractions = accountant._working_fractions(state)
+    trains = state.phase in TRAINING and not state.holding
+    joiners = () if state.preparation is None else state.preparation.joiners
+    for name, member in state.members.items():
+        if not accountant._is_paid(member):
+            continue
+        if trains and name in fractions:
+            found["working"] += fractions[name]
+            found["idle"] += 1 - fractions[name]
+        elif not member.warm or name in joiners or (trains and clock < member.welcome_at):
+            found["waiting"] += 1
+        elif trains or member.leaves or member.dismissed_at is not None:
+            found["idle"] += 1
+        else:
+            found["between"] += 1
+    return found
+
+
+divide = Accountant._divide
+
+
+def divide_twice(accountant: Accountant, state: JobState, clock: float) -> None:
+    expected = shares_by_looking_at_all(accountant, state, clock)
+    divide(accountant, state, clock)
+    ledger = accountant.ledger
+    assert {name: getattr(ledger.shares, name) for name in expected} == pytest.approx(expected)
+    assert sum(expected.values()) == ledger.num_machines[-1][1] == len(ledger.paid_since)
+    with_agents = {name for name, member in state.members.items() if member.agent}
+    assert with_agents <= ledger.connected
+
+
 @st.composite
 def markets(draw: st.DrawFn) -> MarketTrace:
     times = sorted(draw(st.lists(st.integers(0, 2000), min_size=1, max_size=12, unique=True)))
@@ -146,7 +181,10 @@ def test_few_machines_are_looked_at_and_all_decisions_are_the_same(
         hot=hot,
         greedy=greedy,
     )
-    with mock.patch("varuna.simulate.job.decide_all", decide_twice):
+    with (
+        mock.patch("varuna.simulate.job.decide_all", decide_twice),
+        mock.patch.object(Accountant, "_divide", divide_twice),
+    ):
         job.run()
 
 
@@ -185,4 +223,5 @@ def test_one_report_for_all_workers_answers_as_a_report_of_each(data: st.DataObj
         each, lambda one: one.activity
     )
     for passes in (lambda one: one.hot, lambda one: not one.hot):
-        assert machines_that_fail(same, generation, passes) == machines_that_fail(each, generation, passes)
+        fail = [list(machines_that_fail(found, generation, passes)) for found in (same, each)]
+        assert fail[0] == fail[1]

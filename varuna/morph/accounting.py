@@ -10,8 +10,11 @@ paid again when an agent connects.
 """
 
 import math
+from collections.abc import Collection
+from itertools import filterfalse
 
 from varuna.morph.failures import shorten_reason
+from varuna.morph.members import unsteady_members
 from varuna.morph.reports import distinct_reports
 from varuna.morph.state import Generation, JobState, Member
 from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
@@ -30,6 +33,7 @@ class Accountant:
         self._starts: dict[str, float] = {}  # first agent of a machine is starting since then
         self._known: tuple[object, ...] = ()
         self._fractions: dict[str, float] = {}  # machines of the generation: share of devices with a rank
+        self._total_fraction = 0.0  # of all of them
         self._fractions_of = -1
         self._next_welcome = math.inf  # a machine waits until then, by the clock of `decide`
 
@@ -235,25 +239,25 @@ class Accountant:
         paid_since, connected = ledger.paid_since, ledger.connected
         trains = state.phase in TRAINING and not state.holding
         joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
-        num_paid = num_at_work = 0
-        working, self._next_welcome = 0.0, math.inf
-        for name, member in state.members.items():  # a thousand machines, at each event
-            if member.agent:
-                if name not in connected:
-                    connected.add(name)
-            elif not self._is_paid(member):
-                continue
-            num_paid += 1
-            if name not in paid_since:
-                paid_since[name] = ledger.at
-                if not member.agent:
-                    self._starts[name] = ledger.at
-            elif self._starts and member.warm and name in self._starts:
-                self._note_join(name)
-            if trains and name in fractions:
-                num_at_work += 1
-                working += fractions[name]
-            elif not member.warm or name in joiners or (trains and clock < member.welcome_at):
+        self._next_welcome = math.inf
+        members, unsteady = state.members, unsteady_members(state.members)
+        unpaid = {member.name for member in unsteady if not self._is_paid(member)}
+        for name in [name for name in self._starts if name in members and members[name].warm]:
+            self._note_join(name)
+        for name in list(filterfalse(connected.__contains__, members)):
+            if members[name].agent:
+                connected.add(name)
+        for name in list(filterfalse(unpaid.__contains__, filterfalse(paid_since.__contains__, members))):
+            paid_since[name] = ledger.at
+            if not members[name].agent:
+                self._starts[name] = ledger.at
+        # Thousands of steady members work in the generation, or wait for the next one. Look at the others.
+        others = {member.name for member in unsteady} | (joiners & members.keys())
+        if trains:
+            others.update(filterfalse(fractions.__contains__, members))
+            others -= fractions.keys()
+        for member in [members[name] for name in others - unpaid]:
+            if not member.warm or member.name in joiners or (trains and clock < member.welcome_at):
                 shares.waiting += 1.0
                 if clock < member.welcome_at:
                     self._next_welcome = min(self._next_welcome, member.welcome_at)
@@ -261,10 +265,16 @@ class Accountant:
                 shares.idle += 1.0
             else:
                 shares.between += 1.0
-        shares.working = working
-        shares.idle += num_at_work - working
+        num_paid = len(members) - len(unpaid)
+        rest = num_paid - len(others - unpaid)
+        if trains:
+            gone = (fractions.keys() & unpaid) | (fractions.keys() - members.keys())
+            shares.working = self._total_fraction - sum(fractions[name] for name in gone) if rest else 0.0
+            shares.idle += rest - shares.working
+        else:
+            shares.between += rest
         if num_paid != len(paid_since):
-            self._close_accounts(state)
+            self._close_accounts(state, unpaid)
         if not ledger.num_machines or ledger.num_machines[-1][1] != num_paid:
             ledger.num_machines.append((ledger.at, num_paid))
         ledger.shares = shares
@@ -275,13 +285,10 @@ class Accountant:
         starts = member.starting is not None and member.start_failures == 0
         return starts and member.name not in self.ledger.connected
 
-    def _close_accounts(self, state: JobState) -> None:
+    def _close_accounts(self, state: JobState, unpaid: Collection[str]) -> None:
         """Stop paying for machines that are gone."""
         ledger = self.ledger
-        for name in list(ledger.paid_since):
-            member = state.members.get(name)
-            if member is not None and self._is_paid(member):
-                continue
+        for name in [name for name in ledger.paid_since if name in unpaid or name not in state.members]:
             ledger.machines[name] = ledger.machines.get(name, 0.0) + ledger.at - ledger.paid_since.pop(name)
             self._starts.pop(name, None)
         ledger.connected &= state.members.keys()
@@ -296,10 +303,11 @@ class Accountant:
         generation = state.generation
         if generation is not None and generation.number != self._fractions_of:
             self._fractions_of = generation.number
-            self._fractions = {
-                name: min(1.0, len(ranks) / self._devices)
-                for name, ranks in zip(generation.machines, generation.ranks, strict=True)
-            }
+            counts = list(map(len, generation.ranks))
+            fractions = {count: min(1.0, count / self._devices) for count in set(counts)}
+            shares = map(fractions.__getitem__, counts)
+            self._fractions = dict(zip(generation.machines, shares, strict=True))
+            self._total_fraction = math.fsum(self._fractions.values())
         return self._fractions
 
 

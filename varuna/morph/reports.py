@@ -96,15 +96,12 @@ def reported_machines(reports: Reports) -> Set[str]:
 
 def machines_that_fail(
     reports: Reports, generation: Generation, passes: Callable[[WorkerProgress], bool]
-) -> list[str]:
-    """Return the machines of a generation with a rank that has no report, or whose report does not pass."""
+) -> Iterator[str]:
+    """Yield the machines of a generation with a rank that has no report, or whose report does not pass."""
     machines, ranks_of = generation.machines, generation.ranks_of
     if isinstance(reports, SameReports) and reports.generation is generation and passes(reports.worker):
         machines = tuple(reports.others)
-    return [
-        machine
-        for machine in machines
-        if not {worker.rank for worker in reports.get(machine, ()) if passes(worker)}.issuperset(
-            ranks_of[machine]
-        )
-    ]
+    for machine in machines:
+        found = {worker.rank for worker in reports.get(machine, ()) if passes(worker)}
+        if not found.issuperset(ranks_of[machine]):
+            yield machine

@@ -229,9 +229,10 @@ def follow_progress(decision: Decision) -> None:
 def is_complete(decision: Decision) -> bool:
     """Return True when every worker of the generation reports that it has entered it."""
     generation = decision.generation
-    return not machines_that_fail(
+    late = machines_that_fail(
         decision.state.progress, generation, lambda worker: worker.generation == generation.number
     )
+    return next(late, None) is None
 
 
 def end_morph(decision: Decision) -> None:

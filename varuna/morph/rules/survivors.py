@@ -20,10 +20,10 @@ def why_not_hot(decision: Decision, machines: Iterable[str], *, lost: Collection
     if not decision.settings.hot:
         return "hot morphs are off"
     generation, progress = decision.generation, decision.state.progress
-    others = machines_that_fail(
-        progress, generation, lambda worker: worker.hot and worker.generation == generation.number
+    others = frozenset(
+        machines_that_fail(progress, generation, lambda one: one.hot and one.generation == generation.number)
     )
-    for machine in filter(frozenset(others).__contains__, machines if others else ()):
+    for machine in filter(others.__contains__, machines if others else ()):
         reports = {worker.rank: worker for worker in progress.get(machine, ())}
         for rank in generation.ranks_of[machine]:
             if rank in lost:
