@@ -2,11 +2,13 @@
 
 import asyncio
 import http.client
+import os
 import socket
 import stat
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from varuna.page.address_file import ADDRESS_FILE
 from varuna.page.job_reader import JobReader
 from varuna.page.manager_link import ManagerLink
 from varuna.page.security import PageSecrets
+from varuna.page.serve import open_listener, serve_page
 from varuna.page.server import ADMIT_SECONDS, MAX_CONNECTIONS, MAX_UNVERIFIED, PageServer
 
 
@@ -241,3 +244,26 @@ def test_without_aiohttp_the_advice_is_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert cli("page", tmp_path) == 2 and "pip install 'varuna-torch[page]'" in cli.err
+
+
+def test_a_server_whose_manager_has_ended_needs_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SEE-2: it sends the last update, and a closed pipe stays readable meanwhile."""
+    ends: list[asyncio.Event] = []
+
+    class CountedEvent(asyncio.Event):
+        def set(self) -> None:
+            ends.append(self)
+            super().set()
+
+    monkeypatch.setattr(asyncio, "Event", CountedEvent)
+    reader, writer = os.pipe()
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *arguments: None)
+    serve = partial(serve_page, announce=lambda url, file: os.close(writer), parent=reader)
+    thread = threading.Thread(target=serve, args=(tmp_path, open_listener(0)), kwargs={"home": tmp_path})
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    os.close(reader)
+    assert 1 <= len(ends) < 10

@@ -56,7 +56,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 
 def live_update(at: float) -> str:
     """Return the stream of a job that runs, and whose manager has sent nothing but this."""
-    update = PageUpdate("live", "", at, "/logs", STEPS, 3, 0, msgspec.Raw(b"null"))
+    update = PageUpdate("live", "", at, at, "/logs", STEPS, 3, 0, msgspec.Raw(b"null"))
     return f"data: {msgspec.json.encode(update).decode()}\n\n"
 
 

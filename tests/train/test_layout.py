@@ -1,6 +1,7 @@
 """Plans and profiles that reach the wrapped model: taken where the script leaves room, refused by name."""
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,20 @@ from varuna.errors import PlanError
 from varuna.plan.profile_file import NAME, read_profile
 from varuna.profile.link_probe import ProcessCosts
 from varuna.profile.profiler import Profiler
-from varuna.types import Forecast, MemoryForecast, Plan, Proposal, StageForecast, StagePlan
+from varuna.train.layout import Prediction
+from varuna.train.report import Reporter
+from varuna.types import (
+    Forecast,
+    Interval,
+    MemoryForecast,
+    Plan,
+    Proposal,
+    StageForecast,
+    StagePlan,
+    StageTime,
+    StepReport,
+    Timeline,
+)
 
 SECONDS = 0.01
 
@@ -230,6 +244,22 @@ def trained(model: Varuna, steps: int) -> Varuna:
         optimizer.step()
         model.zero_grad()
     return model
+
+
+def test_a_report_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEE: it is written within a step."""
+    waits: list[int] = []
+    monkeypatch.setattr(os, "fsync", waits.append)
+    times = (0.04, 0.03, 0.01, 0.02)
+    forecast = Forecast(0.1, (StageForecast(*times, MemoryForecast(*[2**20] * 8)),))
+    timeline = Timeline((Interval(0, 0, "F", 0, 0.0, 1.0),))
+    prediction = Prediction(forecast, lambda: timeline)
+    session: Any = None  # not used
+    reporter = Reporter(session, [], prediction, reports=True, folder=str(tmp_path))
+    reporter._write(StepReport(10, 7, 0.12, (StageTime(*times),), forecast), timeline, tmp_path)
+    names = {"report.json", "timeline.json", "timeline.svg", "timeline.perfetto.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert waits == []
 
 
 def test_a_report_tells_predicted_and_measured_and_a_profile_foretells_what_is_run(

@@ -52,10 +52,15 @@ def serve_page(
 
     async def serve() -> None:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def end_with(pipe: int) -> None:
+            loop.remove_reader(pipe)  # a closed pipe stays readable
+            over.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, over.set)
         if parent is not None:
-            loop.add_reader(parent, over.set)
+            loop.add_reader(parent, end_with, parent)
         keys = PageSecrets()
         server = PageServer(JobReader(log_dir, ManagerLink(log_dir, home)), keys)
         port = listener.getsockname()[1]

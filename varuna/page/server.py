@@ -8,7 +8,7 @@ import asyncio
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +55,8 @@ class PageServer:
         self._files = {path.name: path for path in sorted(STATIC.iterdir())}
         # Connections without a request that has the token, the oldest first, and the end of their time.
         self._unverified: dict[web.RequestHandler, asyncio.TimerHandle] = {}
-        self._num_connections: Callable[[], int] = lambda: 0
+        self._verified: set[web.RequestHandler] = set()  # with those that have ended since the last request
+        self._connections: Callable[[], Iterable[web.RequestHandler]] = tuple
         self._streams = 0
         self._noted: set[str] = set()
         self._update: PageUpdate | None = None
@@ -96,7 +97,7 @@ class PageServer:
         made = runner.server
         assert made is not None
 
-        self._num_connections = lambda: len(made.connections)
+        self._connections = lambda: made.connections
 
         def connect() -> asyncio.Protocol:
             while len(self._unverified) >= MAX_UNVERIFIED:
@@ -128,7 +129,9 @@ class PageServer:
         timer = self._unverified.pop(request.protocol, None)
         if timer is not None:
             timer.cancel()
-        return self._num_connections() - len(self._unverified) <= MAX_CONNECTIONS
+        self._verified.intersection_update(self._connections())
+        self._verified.add(request.protocol)
+        return len(self._verified) <= MAX_CONNECTIONS
 
     # ------------------------------------------------------------ following the job
 

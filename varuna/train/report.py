@@ -106,15 +106,16 @@ class Reporter:
     def _write(self, report: StepReport, measured: Timeline | None, folder: Path) -> None:
         assert self._prediction is not None
         try:
-            write_atomic(folder / "report.json", encode(report), private=True)
+            write_atomic(folder / "report.json", encode(report), fsync=False, private=True)
             if measured is not None:
                 predicted = None if self._prediction.timeline is None else self._prediction.timeline()
                 self._write_timelines(StepTimelines(report, measured, predicted), folder)
                 panels = {} if predicted is None else {"predicted": predicted}
                 panels["measured"] = measured
                 title = f"Step {report.step}, first replica"
-                write_atomic(folder / "timeline.svg", to_svg(panels, title), private=True)
-                write_atomic(folder / "timeline.perfetto.json", to_perfetto(panels), private=True)
+                write_atomic(folder / "timeline.svg", to_svg(panels, title), fsync=False, private=True)
+                text = to_perfetto(panels)
+                write_atomic(folder / "timeline.perfetto.json", text, fsync=False, private=True)
         except OSError as error:  # training continues
             log.warning("the report of step %d cannot be written: %s", report.step, error)
 
