@@ -31,7 +31,7 @@ from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import prove_members, seconds_in_gloo, waiting_in_gloo
-from varuna.execute.comm.job_store import close_job_stores
+from varuna.execute.comm.job_store import close_job_stores, disconnect_job_stores
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import ran_out_of_memory
 from varuna.execute.rebuild.abort_nccl import abort_nccl, keep_process_after_errors
@@ -89,7 +89,7 @@ def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> Non
     if not abort_nccl(_groups(session)):
         end_stuck_process("NCCL")
     session.abandon()
-    close_job_stores()  # a host that is gone does not answer
+    disconnect_job_stores()  # a host that is gone does not answer
     shut_gloo_connections()
     if session.waiter is not None and not session.waiter.drain_abandoned(works, SHUT_SECONDS):
         log.info("gloo does not end an operation; its groups stay until this process ends")
@@ -121,7 +121,7 @@ def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
         while not over.wait(WATCH_SECONDS):
             if has_order():
                 noticed = min(noticed, time.monotonic())
-                close_job_stores()
+                disconnect_job_stores()
                 shut_gloo_connections()
                 if min(time.monotonic() - noticed, seconds_in_gloo()) > STUCK_SECONDS:
                     end_stuck_process("gloo")
