@@ -32,11 +32,11 @@ from tests.train.hot_jobs import (
 from varuna import DataLoader, Varuna
 from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.collective import Collective
-from varuna.execute.rebuild import handover
+from varuna.execute.rebuild import generation, handover
 from varuna.execute.rebuild.handover import Unit
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
-from varuna.morph.state import MorphParts
+from varuna.morph.state import ManagerSettings, MorphParts
 from varuna.train.hot import recover
 from varuna.train.hot.eligible import open_models, report_if_hot, why_not_hot
 from varuna.train.hot.hot_state import EarlierStep, HotState
@@ -346,6 +346,26 @@ def test_a_morph_waits_for_an_order_only_after_an_error_of_a_connection(
     with nullcontext() if waits else pytest.raises(type(error), match=str(error)):
         recover.carry_out(model, order)
     assert waited == [error] * waits
+
+
+def test_survivors_wait_longer_for_those_that_are_busy_than_their_manager_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """HOT-3: the manager knows which worker hangs, and ends it."""
+    waited = []
+
+    def open_store(url: str, rank: int, world: int, *, timeout: timedelta) -> None:
+        waited.append(timeout.total_seconds())
+        raise ValueError("enough")
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(generation, "rendezvous", open_store)
+    order = order_of(DEEPER_AND_BACK, 1, process=0, port=1)
+    with pytest.raises(ValueError, match="enough"):
+        generation.exchange_steps(order, generation.SurvivorStep(1, 3, True))
+    (seconds,) = waited
+    assert seconds > ManagerSettings().idle_seconds
 
 
 def test_calls_after_a_step_that_was_not_trained_restart_the_job() -> None:
