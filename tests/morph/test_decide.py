@@ -47,6 +47,7 @@ class World:
         self.devices = devices  # of each machine
         self.new: set[str] = set()  # machines whose workers have made no step
         self.copies = False  # each worker has a copy of the state of the one before it
+        self.replicated = True  # each replica has the whole state of its stage
         self.why_not = ""  # why workers cannot morph in place
         self.codes: dict[str, CodeIdentity] = {}  # of the workers of each machine
         self.waited = 0.0  # from the notice of a loss to the order: part of the pause
@@ -309,6 +310,7 @@ class World:
                 taken=self.taken.get(machine, 0),
                 hot=not self.why_not and machine not in self.new,
                 why_not=self.why_not,
+                replicated=self.replicated,
                 waits=self.prepares and not self.entered[machine],
                 code=self.codes.get(machine, CodeIdentity()),
                 generation=self.entered[machine],
@@ -1136,7 +1138,7 @@ def test_a_morph_that_takes_too_long_restarts_from_the_store() -> None:
 
 def test_a_script_that_ends_before_it_sees_the_order_finishes_the_job() -> None:
     world = begun("a", "b", hot=True)
-    world.morphs = False
+    world.morphs, world.busy = False, {"a", "b"}
     world.happens(events.MachineListRead(("a", "b", "c")))
     world.passes(5, steps=1)
     assert world.state.phase == "morphing"

@@ -6,9 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.morph.test_decide import begun, killed
+from tests.morph.test_decide import WELL, World, begun, killed, raised
 from tests.morph.test_resume import JournaledWorld
 from varuna.morph import commands, events
+from varuna.morph.state import Outcome
 
 # ---------------------------------------------------------------- several workers on a machine
 
@@ -109,6 +110,79 @@ def test_a_loss_while_the_last_holder_of_a_stage_leaves_restarts_from_the_store(
     assert "b failed while it handed its state over" in world.launched[1].why
 
 
+def joining(*machines: str) -> World:
+    """Return a world in which d joins these machines, and its workers have all taken their orders."""
+    world = begun(*machines, hot=True)
+    world.morphs = False
+    world.happens(events.MachineListRead((*machines, "d")))
+    world.passes(3, steps=1)
+    assert world.state.phase == "morphing" and len(world.morphed) == 1
+    return world
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "ends", "hangs"])
+def test_a_joiner_that_fails_in_the_middle_of_its_join_costs_only_itself(how: str) -> None:
+    """HOT-3, HOT-5: the others go on in place, also after one that hangs. It is tried again."""
+    world = joining("a", "b", "c")
+    if how == "hangs":
+        world.passes(59)
+        assert len(world.morphed) == 1
+        world.morphs = True
+        world.passes(2)
+    else:
+        world.end_workers("d", {"killed": killed(3), "raises": raised(3), "ends": WELL}[how])
+    world.morphs = True
+    world.passes(1, steps=1)
+    assert [(m.previous, m.leaving, m.lost) for m in world.morphed[1:]] == [((0, 1, 2), (), (3,))]
+    assert world.state.phase == "running" and "d" not in world.workers and world.state.join_failures == 1
+    why = {
+        "killed": "SIGKILL",
+        "raises": "raised ValueError",
+        "ends": "ended in the middle",
+        "hangs": "in time",
+    }
+    assert [why[how] in line for line in world.logged if line.startswith("recovering")] == [True]
+    world.passes(5, steps=1)
+    assert world.workers == dict.fromkeys("abcd", 4) and world.state.join_failures == 0
+    assert len(world.launched) == 1 and not world.state.crashes and not world.num_tries
+
+
+def test_a_joiner_that_fails_again_and_again_is_at_last_added_by_a_restart() -> None:
+    """HOT-5: the ladder. It never ends the job."""
+    world = joining("a", "b")
+    for failures in (1, 2, 3):
+        world.end_workers("d", raised(2))
+        world.morphs = True
+        world.passes(1, steps=1)
+        assert world.state.join_failures == (failures if failures < 3 else 0)
+        assert world.state.phase == "running"
+        world.morphs = False
+        world.passes(20, steps=1)
+    assert len(world.morphed) == 6
+    assert any("joiners have failed 3 times in a row" in line for line in world.logged)
+    assert world.generations == [("a", "b"), ("a", "b", "d")] and world.verdict is None
+
+
+def test_a_worker_that_ends_in_the_middle_of_a_change_is_noticed_at_once() -> None:
+    """HOT-3: not at the deadline of the morph. The others go on without it."""
+    world = joining("a", "b", "c")
+    world.end_workers("b", WELL)
+    world.morphs = True
+    world.passes(0.5, steps=1)
+    assert [m.lost for m in world.morphed[1:]] == [(1,)] and len(world.launched) == 1
+    assert any("recovering: b was lost: its workers ended in the middle" in line for line in world.logged)
+
+
+def test_workers_that_end_after_they_have_entered_do_not_break_the_change() -> None:
+    """HOT-3: their script was at its end."""
+    world = joining("a", "b", "c")
+    for machine in ("a", "b", "c", "d"):
+        world.end_workers(machine, Outcome(None, entered=2))
+    world.carry_out()
+    assert len(world.morphed) == 1 and world.verdict is not None
+    assert world.verdict.verdict.how == "finished"
+
+
 def test_a_loss_that_is_reported_again_is_not_one_of_the_worker_that_took_its_rank() -> None:
     """HOT-5: a resumed manager hears of it again from an agent that has no order yet."""
     world = begun("a", hot=True, devices=2)
@@ -139,6 +213,56 @@ def test_workers_go_on_to_another_generation_if_the_store_dies_in_a_morph() -> N
     assert [(m.previous, m.lost) for m in world.morphed[1:]] == [((0, 1, 2), (3,))]
     assert world.state.phase == "running" and len(world.launched) == 1
     assert any("recovering: the store of the job on a has ended" in line for line in world.logged)
+
+
+@pytest.mark.parametrize("second", ["b", "c"])
+def test_a_second_loss_while_the_others_go_back_needs_holders_of_all_state(second: str) -> None:
+    """HOT-3: b has the only copy of the state of a. Without it, the checkpoint store decides."""
+    world = begun("a", "b", "c", "d", stages=4, hot=True)
+    world.copies, world.stages = True, 1
+    world.passes(3, steps=1)
+    world.morphs = False
+    world.end_workers("a", killed(0))
+    world.passes(1)
+    assert [m.lost for m in world.morphed] == [(0,)] and world.state.phase == "morphing"
+    assert world.state.morph_holds == ((1, 0), (2, 1), (3, 2))
+    world.end_workers(second, killed("bcd".index(second)))
+    world.morphs = True
+    world.passes(1)
+    assert [m.lost for m in world.morphed[1:]] == ([(1,)] if second == "c" else [])
+    assert any("do not hold every stage" in line for line in world.logged) == (second == "b")
+
+
+@pytest.mark.parametrize("victim", ["c", "b"])
+def test_state_that_each_rank_has_alone_survives_only_the_loss_of_a_joiner_in_a_change(victim: str) -> None:
+    """HOT-3: ZeRO. The ranks that were there before have all state as long as all of them live."""
+    world = begun("a", "b", hot=True)
+    world.replicated = world.morphs = False
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(3, steps=1)
+    assert world.state.phase == "morphing" and not world.state.morph_whole
+    world.end_workers(victim, killed("abc".index(victim)))
+    world.morphs = True
+    world.passes(1, steps=1)
+    assert [m.lost for m in world.morphed[1:]] == ([(2,)] if victim == "c" else [])
+    assert any("do not hold every stage" in line for line in world.logged) == (victim == "b")
+
+
+def test_survivors_that_are_too_few_wait_for_another_machine_when_their_joiner_fails() -> None:
+    """HOT-3, HOT-5: D = 1: they still have copies of the lost state."""
+    world = begun("a", "b", stages=2, hot=True)
+    world.copies = True
+    world.passes(3, steps=1)
+    world.morphs = False
+    world.end_workers("b", killed(1))
+    world.passes(2)
+    assert world.state.phase == "morphing" and world.morphed[-1].previous == (0, None)
+    world.end_workers("b", raised(1))
+    world.morphs = True
+    world.passes(5)
+    assert [m.previous for m in world.morphed] == [(0, None), (0, None)]
+    assert world.state.phase == "running" and len(world.launched) == 1
+    assert len([line for line in world.logged if line.startswith("holding")]) == 2
 
 
 # ---------------------------------------------------------------- a manager that is killed in a change
@@ -237,6 +361,23 @@ def test_the_time_of_a_planned_change_begins_when_all_workers_have_seen_their_or
         world.morph(world.morphed[0])
         world.passes(1, steps=1)
         assert world.state.phase == "running" and world.workers == {"a": 2, "b": 2}
+
+
+def test_survivors_of_a_loss_wait_for_one_that_is_busy_between_two_steps() -> None:
+    """HOT-3: 15 minutes, as in a planned change. One that does not end its step is a hang."""
+    for in_step in (False, True):
+        world = begun("a", "b", "c", hot=True)
+        world.passes(3, steps=1)
+        world.busy = {"b"}
+        world.end_workers("c", killed(2))
+        world.passes(800 if not in_step else 70, in_step=in_step)
+        assert [m.lost for m in world.morphed] == [(2,)] and len(world.launched) == 1 + in_step
+        if in_step:
+            continue
+        world.busy.clear()
+        world.morph(world.morphed[0])
+        world.passes(1, steps=1)
+        assert world.state.phase == "running" and len(world.launched) == 1
 
 
 def test_a_deadline_of_a_machine_that_leaves_does_not_end_its_handover() -> None:

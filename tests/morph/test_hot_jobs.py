@@ -5,6 +5,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.morph.jobs import PATIENT, TRAIN, Job, check
 
 FETCHES = TRAIN.replace(
@@ -289,6 +291,76 @@ def test_joiners_that_die_or_have_another_model_are_refused_alone(
         assert (job.worker(1), job.worker(2)) == pids
         check(job, reference)
     assert not restarts(job) and "generation ended" not in job.text and not saved(tmp_path)
+
+
+FAILS_IN_ITS_JOIN = """
+import os
+from varuna.train.hot.moving import MovingState
+
+hand_over = MovingState.hand_over
+
+def trapped(self, *arguments):
+    for how in ("raises", "ends"):
+        if self.is_joiner and os.path.exists(how):
+            os.unlink(how)
+            if how == "ends":
+                os._exit(0)
+            raise ValueError("the disk of this machine is broken")
+    return hand_over(self, *arguments)
+
+MovingState.hand_over = trapped
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_joiners_that_raise_or_end_in_the_middle_of_their_join_cost_only_themselves(
+    tmp_path: Path, reference: dict[int, float], stages: int
+) -> None:
+    """HOT-3, HOT-5: also if no stage has replicas. At last they join."""
+    options = ("--save-every", "off")
+    script = NEVER_SAVES + FAILS_IN_ITS_JOIN + FETCHES
+    with Job(tmp_path, machines=2, stages=stages, script=script, options=options, manager=PATIENT) as job:
+        job.wait_for_steps(3)
+        pids = job.worker(1), job.worker(2)
+        (tmp_path / "raises").touch()
+        machines = range(1, 3 + stages)
+        job.write_list(*machines)
+        assert "raised ValueError: the disk of this machine is broken" in job.wait_for("recovering: ")
+        job.wait_for("morphed: ")
+        (tmp_path / "ends").touch()
+        assert "was lost: its workers ended in the middle of the change" in job.wait_for("recovering: ")
+        job.wait_for("morphed: ")
+        job.wait_for("1 stage x 3 replicas" if stages == 1 else "2 stages x 2 replicas")
+        job.wait_for("morphed: ")
+        job.wait_for_reports(2)
+        assert (job.worker(1), job.worker(2)) == pids
+        check(job, reference)
+    assert not restarts(job) and "generation ended" not in job.text and not saved(tmp_path)
+
+
+def test_joiners_that_raise_while_survivors_hold_the_state_are_replaced(
+    tmp_path: Path, reference: dict[int, float]
+) -> None:
+    """HOT-3, HOT-5: D = 1: the job goes back to its copies, is interrupted, and goes back again."""
+    options = ("--save-every", "off")
+    script = NEVER_SAVES + FAILS_IN_ITS_JOIN + IN_BATCHES
+    with Job(tmp_path, machines=2, stages=2, script=script, options=options, manager=PATIENT) as job:
+        job.wait_for_steps(3)
+        job.wait_for_copies()
+        first = job.worker(1)
+        (tmp_path / "raises").touch()
+        os.kill(job.worker(2), signal.SIGKILL)
+        job.wait_for("holding: 127.0.0.1 has copies of all state")
+        job.wait_for("recovering: rank 1 (stage 1, replica 0) was killed")
+        job.wait_for("holding: 127.0.0.1 has copies of all state")
+        job.wait_for(
+            "recovering: rank 1 (stage 1, replica 0) raised ValueError: the disk of this machine is broken"
+        )
+        job.wait_for("morphed: ")
+        job.wait_for_reports(2)
+        assert job.worker(1) == first
+        check(job, reference)
+    assert "generation ended" not in job.text and not saved(tmp_path)
 
 
 DEATHS = """

@@ -65,6 +65,25 @@ def test_a_joiner_reads_its_order_though_it_was_written_before_it_looks(progress
     writer.close()
 
 
+@pytest.mark.parametrize("has_taken", [False, True])
+def test_a_worker_misses_a_joiner_only_once_it_has_taken_the_order_to_join(
+    progress_file: Path, has_taken: bool
+) -> None:
+    """HOT-3, HOT-5: else it goes on to the end of its step, which does not need the joiner."""
+    writer = OrderWriter(progress_file)
+    reader = open_orders()
+    writer.give(order(4))  # rank 1 joins
+    if has_taken:
+        reader.take()
+    writer.give(order(5, lost=(1,), old_rank=0))
+    assert reader.is_pending and reader.abandons == has_taken
+    writer.give(order(6, lost=(0,), old_rank=0))
+    assert reader.abandons, "a rank of its own generation is lost"
+    reader.take()
+    assert not reader.abandons and not reader.is_pending
+    writer.close()
+
+
 def test_a_worker_without_an_agent_has_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VARUNA_PROGRESS_FILE", raising=False)
     reader = open_orders()

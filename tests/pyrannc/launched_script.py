@@ -28,7 +28,21 @@ def main(folder: Path, what: str, stages: int) -> None:
             if what == "raise":
                 raise ZeroDivisionError("the samples of this rank are bad")
             model._require_partitioned("").pipeline.trainer.engine.delay = die_in_the_midst
-        model(x).square().mean().backward()
+        try:
+            model(x).square().mean().backward()
+        except pyrannc.RankLost as error:
+            report_later_calls(model, x, error)
+            raise
+
+
+def report_later_calls(model: pyrannc.RaNNCModule, x: torch.Tensor, first: pyrannc.RankLost) -> None:
+    """Write to stderr which calls after a loss raise the same error."""
+    calls = {"forward": lambda: model(x), "state_dict": model.state_dict}
+    for name, call in calls.items():
+        try:
+            call()
+        except pyrannc.RankLost as error:
+            print(f"{name}: {'again' if str(error) == str(first) else error}", file=sys.stderr)
 
 
 def die_in_the_midst(_op: str, microbatch: int) -> float:

@@ -85,13 +85,24 @@ SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     ("what", "stages", "family", "said"),
     [
         ("raise", 1, MPI, ["the samples of this rank are bad", "rank 1", "between two calls of the model"]),
-        ("die", 2, SLURM, ["rank 1 (stage 1, replica 0) is lost"]),
+        (
+            "die",
+            2,
+            SLURM,
+            [
+                "pyrannc.process.RankLost: rank 1 (stage 1, replica 0) is lost",
+                "forward: again\nstate_dict: again\n",
+            ],
+        ),
     ],
 )
 def test_without_a_launcher_all_ranks_end_when_one_fails(
     tmp_path: Path, what: str, stages: int, family: tuple[str, str], said: list[str]
 ) -> None:
-    """R17: as mpirun and srun start them; an exception between two calls, a kill -9 within one."""
+    """R17: as mpirun and srun start them; an exception between two calls, a kill -9 within one.
+
+    The call in which a rank is lost raises RankLost, and so does each later one.
+    """
     port = str(free_port())
     jobs = []
     for rank in range(2):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from varuna.execute.comm.job_store import JobStore, JoinTimeout, StoreLost
+from varuna.execute.comm.job_store import JobStore, JoinTimeout, StoreLost, disconnect_job_stores
 from varuna.secure import store_server
 from varuna.secure.credential import JobCredential, make_credential
 from varuna.secure.framing import pack_frame
@@ -178,6 +178,14 @@ def test_a_connection_that_another_thread_closes_keeps_its_number_until_the_requ
         with pytest.raises(StoreGone):
             waiting.result(PATIENCE)
     assert other._socket.fileno() == -1
+
+
+def test_a_group_that_still_uses_a_disconnected_store_learns_that_it_is_lost(store: RunningStore) -> None:
+    """HOT-3: torch does not keep the store alive; a call of one that is gone would be an error of torch's."""
+    groups = PrefixStore("group", store.client())
+    disconnect_job_stores()
+    with pytest.raises(StoreLost):
+        groups.get("key")
 
 
 def test_a_member_that_leaves_while_it_waits_is_forgotten(store: RunningStore) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,11 +19,13 @@ from tests.toys import make_inputs, make_model
 from varuna import Varuna
 from varuna.environment import VarunaEnvironment
 from varuna.errors import PeerLost
+from varuna.execute.comm.session import Session
 from varuna.execute.update.offload import keep_state_on_host
 from varuna.execute.update.precision import DynamicLossScale
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.train.hot import copies
+from varuna.train.hot.moving import MovingState
 from varuna.types import Layout, MorphOrder, parse_stage_map
 
 BATCH, CHUNK = 8, 2
@@ -113,6 +115,56 @@ def break_commit(wrapped: Varuna, others: Sequence[Path]) -> None:
     session.finish_barrier = broken  # type: ignore[method-assign]
 
 
+@contextmanager
+def interrupting(
+    wrapped: Varuna,
+    place: str,
+    death: Path,
+    kept: set[int],
+    *,
+    process: int,
+    generations: Sequence[Generation],
+) -> Iterator[None]:
+    """Interrupt the morph before the last one by the death of a process that the last generation lacks.
+
+    It dies after the "handover" of its tensors, or at the "barrier" after it. There, one process does not
+    know that the barrier has succeeded on all ranks.
+    """
+    last = generations[-1]
+    dies, doubts = process in last.lost, process == last.members[-1]
+    hand_over, gather = MovingState.hand_over, Session.gather_numbers
+
+    def end() -> None:
+        death.touch()
+        die(kept)
+
+    def trapped_handover(self: MovingState, *args: Any) -> int:
+        found = hand_over(self, *args)
+        if place == "handover" and dies:
+            end()
+        return found
+
+    def trapped_gather(self: Session, numbers: Sequence[float]) -> list[list[float]]:
+        found, move = gather(self, numbers), wrapped._hot.move
+        if place == "barrier" and move is not None and move.generation == len(generations) - 1:
+            if dies:
+                wait_for_files(*(death.with_suffix(f".{other}") for other in last.members))
+                end()
+            death.with_suffix(f".{process}").touch()
+            if doubts:
+                wait_for_files(death)
+                raise PeerLost("another rank ended")
+        return found
+
+    MovingState.hand_over = trapped_handover  # type: ignore[method-assign]
+    Session.gather_numbers = trapped_gather  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MovingState.hand_over = hand_over  # type: ignore[method-assign]
+        Session.gather_numbers = gather  # type: ignore[method-assign]
+
+
 def wait_for_copies(wrapped: Varuna) -> None:
     """Wait until the copies that are on their way have arrived: they count at the next step."""
     if (mirror := wrapped._state_copies._mirror) is not None:
@@ -185,6 +237,7 @@ def play(
     registers: bool = True,
     offloads: bool = False,
     copy_cost: float | None = None,  # share of the step time for copies on other ranks
+    interrupts: str = "",  # the morph before the last generation, by the death of the process that this lacks
     dies_in: str = "",  # "fetch", "backward", "commit", "clip", "evaluate"; "update": it falls silent
     model_options: dict[str, Any] | None = None,
     **options: Any,
@@ -193,7 +246,10 @@ def play(
     process, world, kept = dist.get_rank(), dist.get_world_size(), own_sockets()
     copies.MOST_COST = 0.01 if copy_cost is None else copy_cost
     starts = [sum(one.steps for one in generations[:index]) for index in range(len(generations))]
+    dies_in_morph = bool(interrupts) and process in generations[-1].lost
     doomed = {start for start, one in zip(starts, generations, strict=True) if process in one.lost}
+    doomed = set() if dies_in_morph else doomed
+    death = Path(folder) / "death_in_morph"
     others_done = [Path(folder) / f"done_{other}" for other in (1, 2)]
 
     def delay(op: str, number: int) -> float:
@@ -201,7 +257,7 @@ def play(
             die(kept)
         return 0.0
 
-    with managed(folder, generations[0], process, ports, world) as joins:
+    with managed(folder, generations[0], process, ports, world) as joins, ExitStack() as stack:
         page = Path(os.environ["VARUNA_PROGRESS_FILE"])
         progress, orders = ProgressReader(page, process), OrderWriter(page)
         model = make_model(name, dtype=dtype, seed=process if joins else 0, **model_options or {})
@@ -227,11 +283,9 @@ def play(
         for index, one in enumerate(generations):
             if one.lost and process in generations[index - 1].members and process not in one.lost:
                 order = order_of(generations, index, process, ports[index])
-                give, due = (
-                    (give_after, Path(folder) / "silent")
-                    if dies_in == "update"
-                    else (give_when_waiting, progress)
-                )
+                give, due = give_when_waiting, progress
+                if dies_in == "update" or (interrupts and one is generations[-1]):
+                    give, due = give_after, Path(folder) / "silent" if dies_in == "update" else death
                 threading.Thread(target=give, args=(due, orders, order), daemon=True).start()
         if joins:
             orders.give(order_of(generations, enters[0], process, ports[enters[0]]))
@@ -248,6 +302,9 @@ def play(
             return take(inputs, range(first, first + len(samples)), BATCH)
 
         known: dict[str, int] = {}
+        stack.enter_context(
+            interrupting(wrapped, interrupts, death, kept, process=process, generations=generations)
+        )
         try:
             for step, inputs in wrapped.batches(fetch, steps=ends[-1]):
                 ids = {n: id(p) for n, p in wrapped.named_parameters()}

@@ -34,11 +34,11 @@ from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm import session as session_module
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.session import Session
-from varuna.execute.rebuild import handover
+from varuna.execute.rebuild import generation, handover
 from varuna.execute.rebuild.handover import Unit
 from varuna.morph.run.order_page import OrderWriter
 from varuna.morph.run.progress_page import ProgressReader
-from varuna.morph.state import MorphParts
+from varuna.morph.state import ManagerSettings, MorphParts
 from varuna.train.hot import recover
 from varuna.train.hot.eligible import open_models, report_if_hot, why_not_hot
 from varuna.train.hot.hot_state import EarlierStep, HotState
@@ -328,6 +328,46 @@ def test_a_job_without_replicas_goes_back_to_copies_on_other_ranks(
         assert redone <= 2  # none on a rank that had not finished its step
 
 
+@pytest.mark.parametrize("place", ["handover", "barrier"])
+@pytest.mark.parametrize(("name", "options"), [("GPT", DROPOUT), ("Plain", {})])
+def test_a_loss_while_state_has_moved_leaves_the_others_in_one_state(
+    pool: Pool, tmp_path: Path, name: str, options: dict[str, Any], place: str
+) -> None:
+    """HOT-3: they keep the last layout, or all use the next one, also with ties between stages."""
+    generations = [
+        Generation("0,1;2,3;", (0, 1, 2, 3)),
+        Generation("0,1;2,3;", (2, 0, 1, 3), 0),
+        Generation("0;1;", (0, 1), 3, lost=(3,)),
+    ]
+    results = run(pool, tmp_path, name, generations, interrupts=place, **options)
+    assert [result.get("killed", False) for result in results] == [False, False, False, True]
+    check(results, generations, name, **options)
+
+
+@pytest.mark.parametrize("place", ["handover", "barrier"])
+@pytest.mark.parametrize(
+    ("mapping", "after", "options"),
+    [("0;1;2;3;", "0;1;", {}), ("0,1;2,3;", "0,1;", {"shard_optimizer": True})],
+)
+def test_a_loss_while_a_job_without_replicas_goes_back_sends_it_back_again(
+    pool: Pool, tmp_path: Path, mapping: str, after: str, options: dict[str, Any], place: str
+) -> None:
+    """HOT-3: the others still have their copies of the earlier step."""
+    generations = [
+        Generation(mapping, (0, 1, 2, 3), 7),
+        Generation("0;1;2;", (0, 1, 2), 0, lost=(3,)),
+        Generation(after, (2, 0), 3, lost=(1,)),
+    ]
+    options = {"dies_in": "backward", **options}
+    results = run(pool, tmp_path, "Plain", generations, copy_cost=1e9, interrupts=place, **options)
+    losses, state = train_plainly("Plain", 10)
+    assert [result.get("killed", False) for result in results] == [False, True, False, True]
+    for result in (results[0], results[2]):
+        assert sorted(result["losses"]) == list(range(10)) and result["groups"]
+        torch.testing.assert_close([result["losses"][step] for step in range(10)], losses, **F64)
+        torch.testing.assert_close(result["state"], state, **F64)
+
+
 DEEPER_AND_BACK = [Generation("0;", (0,), 3), Generation("0;1;", (0, 1), 3), Generation("0;", (1,), 3)]
 
 
@@ -373,33 +413,24 @@ def test_a_morph_waits_for_an_order_only_after_an_error_of_a_connection(
     assert waited == [error] * waits
 
 
-@pytest.mark.parametrize(("timeout_seconds", "expected"), [(5.0, recover.LOSS_SECONDS), (300.0, 300.0)])
-def test_survivors_wait_for_those_in_a_long_micro_batch(
-    monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, expected: float
+def test_survivors_wait_longer_for_those_that_are_busy_than_their_manager_does(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """HOT-3: a rank that computes notices a loss later than one that waits for it."""
+    """HOT-3: the manager knows which worker hangs, and ends it."""
     waited = []
 
-    def exchange(order: Any, own: Any, *, seconds: float) -> None:
-        waited.append(seconds)
+    def open_store(url: str, rank: int, world: int, *, timeout: timedelta) -> None:
+        waited.append(timeout.total_seconds())
         raise ValueError("enough")
 
-    monkeypatch.setattr(recover, "exchange_steps", exchange)
-    monkeypatch.setattr(recover, "abandon_generation", lambda session, works: None)
-    monkeypatch.setattr(recover, "commits_calls", lambda model: True)
-    model: Any = SimpleNamespace(
-        _session=SimpleNamespace(num_commits=3),
-        _hot=HotState(waits_for_orders=True, generation=1),
-        _trainer=SimpleNamespace(reducer=SimpleNamespace(unfinished_works=list)),
-        _saver=SimpleNamespace(lose_ranks=lambda: None),
-        _state_copies=SimpleNamespace(steps=list),
-        _orders=SimpleNamespace(abandons=False),
-        _options=SimpleNamespace(timeout_seconds=timeout_seconds),
-    )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(generation, "rendezvous", open_store)
     order = order_of(DEEPER_AND_BACK, 1, process=0, port=1)
     with pytest.raises(ValueError, match="enough"):
-        recover._rejoin(model, order, None, MorphParts(), between=False)
-    assert waited == [expected]
+        generation.exchange_steps(order, generation.SurvivorStep(1, 3, True))
+    (seconds,) = waited
+    assert seconds > ManagerSettings().idle_seconds
 
 
 def test_calls_after_a_step_that_was_not_trained_restart_the_job() -> None:

@@ -46,6 +46,8 @@ class MorphBegun(JournalRecord, frozen=True, tag="Morphing"):
     lost: tuple[int, ...]  # ranks of the last generation
     whole: bool  # each replica of a stage held the whole state of the stage
     why: str
+    base: Generation | None = None  # the last generation that was entered
+    holds: tuple[tuple[int, ...], ...] = ()  # ranks of it whose state each rank has
 
 
 class SaveRequested(JournalRecord, frozen=True, tag="Saving"):
@@ -193,7 +195,10 @@ def records_of(
             yield GenerationLaunched(command.generation)
         elif isinstance(command, commands.Morph):
             whole = after.morph_whole
-            yield MorphBegun(command.generation, command.last, command.lost, whole, command.why)
+            base, holds = after.morph_base, after.morph_holds
+            yield MorphBegun(
+                command.generation, command.last, command.lost, whole, command.why, base=base, holds=holds
+            )
         elif isinstance(command, commands.SaveAndEnd):
             yield SaveRequested(command.generation)
         elif isinstance(command, commands.Finish):
@@ -284,6 +289,7 @@ def _with_generation(state: JobState, generation: Generation, now: float) -> Job
         morphed_from=None,
         morph_lost=(),
         morph_whole=True,
+        morph_base=None,
         leaving=(),
     )
 
@@ -307,4 +313,6 @@ def _with_morph(state: JobState, record: MorphBegun) -> JobState:
         morphed_from=last,
         morph_lost=record.lost,
         morph_whole=record.whole,
+        morph_base=record.base,
+        morph_holds=record.holds,
     )

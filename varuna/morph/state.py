@@ -175,6 +175,7 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: WorkerFailure | None  # None: it exited normally
     on_demand: bool = False  # it saved and exited on request
     last_lines: str = ""  # end of its stderr, if it failed
+    entered: int = 0  # generation that it was in; 0: a joiner, or not known
 
 
 class CodeIdentity(msgspec.Struct, frozen=True):
@@ -314,7 +315,7 @@ class JobState(msgspec.Struct, frozen=True):
     postponements: int = 0  # in a row
     retry_change_at: float = 0.0  # do not try the change before this time
     problems: Mapping[str, str] = {}  # by topic; `varuna status` shows them
-    preparation: Preparation | None = None  # only in the phase running
+    preparation: Preparation | None = None  # only in the phase running, or while survivors hold their state
     joiners: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each joiner
     join_failures: int = 0  # in a row
     retry_join_at: float = 0.0  # prepare no joiner before this time
@@ -325,6 +326,8 @@ class JobState(msgspec.Struct, frozen=True):
     morphed_from: Generation | None = None  # in the phase morphing: the generation before
     morph_lost: tuple[int, ...] = ()  # its ranks that were lost before the morph; see `commands.Morph`
     morph_whole: bool = True  # before the morph, each replica of a stage held the whole state of the stage
+    morph_base: Generation | None = None  # in the phase morphing: the last generation that was entered
+    morph_holds: tuple[tuple[int, ...], ...] = ()  # ranks of it whose state each rank has; (): only its own
     morph_begun_at: float = 0.0  # all workers have begun to carry out their orders; 0: not yet
     morph_broken: str = ""  # why the morph that runs cannot be completed, though no rank of it is lost
     slow_morph: str = ""  # planned change in place that took too long: the next ones save and restart

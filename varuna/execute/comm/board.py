@@ -296,8 +296,10 @@ class StoreClient:
         self.store: Store = cast(Any, store).clone()  # torch's declarations lack `clone`
         self.interrupted: Callable[[], bool] = lambda: False  # no longer wait for an answer
         self._socket: socket.socket | None = None
+        base: Any = self.store
         while isinstance(store, PrefixStore):
-            store = store.underlying_store
+            store, base = store.underlying_store, base.underlying_store
+        self._base = base  # torch does not keep a JobStore alive
         self.secured = isinstance(store, JobStore)
         if isinstance(store, TCPStore):
             with contextlib.suppress(OSError):
@@ -334,14 +336,11 @@ class StoreClient:
     def close(self, *, at_once: bool = False) -> None:
         """Close the connection. `at_once`: requests that wait for an answer fail."""
         self._tasks.put(None)
-        store: Any = self.store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        if at_once and isinstance(store, JobStore):
-            store.close()
+        if at_once and isinstance(self._base, JobStore):
+            self._base.disconnect()
         self._thread.join(timeout=STORE_SECONDS)
-        if isinstance(store, JobStore):
-            store.close()
+        if isinstance(self._base, JobStore):
+            self._base.close()
         if self._socket is not None:
             self._socket.close()
 

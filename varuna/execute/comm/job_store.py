@@ -73,9 +73,13 @@ class JobStore(Store):
             self.host, self.port, self._credential, rank=self._rank, world=self._world, timeout=self.timeout
         )
 
-    def close(self) -> None:
-        """Disconnect. A request of another thread fails at once."""
+    def disconnect(self) -> None:
+        """Let this request of another thread, and all later ones, fail at once with StoreLost."""
         self._connection.close()
+
+    def close(self) -> None:
+        """Disconnect. Torch's C++ side must not use this store any more."""
+        self.disconnect()
         _kept.discard(self)
 
     @property
@@ -161,11 +165,18 @@ class JobStore(Store):
         )
 
 
+def disconnect_job_stores() -> None:
+    """Let all requests to stores fail at once: groups may still use them."""
+    for store in list(_kept):
+        store.disconnect()
+    close_unopened()
+
+
 def close_job_stores() -> None:
-    """Disconnect from the store of a generation that this process leaves, or cannot reach."""
+    """Disconnect from the store of a generation that this process has left: no group uses it."""
+    disconnect_job_stores()
     for store in list(_kept):
         store.close()
-    close_unopened()
 
 
 def rendezvous(

@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
@@ -31,7 +32,7 @@ from varuna.errors import PeerLost, VarunaError
 from varuna.execute.comm.address import job_key
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.groups import prove_members, seconds_in_gloo, waiting_in_gloo
-from varuna.execute.comm.job_store import close_job_stores
+from varuna.execute.comm.job_store import close_job_stores, disconnect_job_stores
 from varuna.execute.comm.session import Session
 from varuna.execute.device.facts import ran_out_of_memory
 from varuna.execute.rebuild.abort_nccl import abort_nccl, keep_process_after_errors
@@ -45,6 +46,8 @@ SHUT_SECONDS = 0.3
 WATCH_SECONDS = 0.01
 STUCK_SECONDS = 5.0
 """Gloo never ends a wait that lasts this long after the loss of a rank: its connections are shut by then."""
+BUSY_SECONDS = 3600.0
+"""Longest wait for ranks that are busy in the script after a loss. Their manager ends it earlier."""
 CONNECTION_ERRORS = frozenset(
     {errno.EBADF, errno.ENOTCONN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
@@ -89,7 +92,7 @@ def abandon_generation(session: Session, works: Sequence[dist.Work] = ()) -> Non
     if not abort_nccl(_groups(session)):
         end_stuck_process("NCCL")
     session.abandon()
-    close_job_stores()  # a host that is gone does not answer
+    disconnect_job_stores()  # a host that is gone does not answer
     shut_gloo_connections()
     if session.waiter is not None and not session.waiter.drain_abandoned(works, SHUT_SECONDS):
         log.info("gloo does not end an operation; its groups stay until this process ends")
@@ -121,7 +124,7 @@ def ended_by(has_order: Callable[[], bool]) -> Iterator[None]:
         while not over.wait(WATCH_SECONDS):
             if has_order():
                 noticed = min(noticed, time.monotonic())
-                close_job_stores()
+                disconnect_job_stores()
                 shut_gloo_connections()
                 if min(time.monotonic() - noticed, seconds_in_gloo()) > STUCK_SECONDS:
                     end_stuck_process("gloo")
@@ -166,11 +169,21 @@ class SurvivorStep(msgspec.Struct, frozen=True):
     calls: int  # number of finished calls of this generation that all ranks make
     between: bool  # the ranks have agreed on all earlier calls, and are in none that they cannot repeat
     copied: list[int] = []  # steps of which it has whole copies
+    joins: bool = False  # it has no state of the job of its own yet, and no copies
 
 
-def exchange_steps(order: MorphOrder, own: SurvivorStep, *, seconds: float) -> list[SurvivorStep]:
+def meet(store: distributed_c10d.Store, count: int) -> None:
+    """Wait for all ranks that enter a generation after a loss: some end a loop of the script first."""
+    store.set_timeout(timedelta(seconds=BUSY_SECONDS))
+    if store.add("entered", 1) == count:
+        store.set("complete", "")
+    store.wait(["complete"])
+    store.set_timeout(default_pg_timeout)
+
+
+def exchange_steps(order: MorphOrder, own: SurvivorStep) -> list[SurvivorStep]:
     """Return the progress of all survivors, through the store of the next generation."""
-    timeout = timedelta(seconds=seconds)
+    timeout = timedelta(seconds=BUSY_SECONDS)
     survivors = sorted({*(rank for rank in order.previous if rank is not None), *order.leaving})
     assert order.old_rank in survivors, "a joiner has no step"
     os.environ.update(MASTER_ADDR=order.master_addr, MASTER_PORT=str(order.master_port))
@@ -194,6 +207,8 @@ def enter_generation(order: MorphOrder, *, timeout_seconds: float) -> Collective
         index = order.rank
     size = world + len(order.leaving)
     store, _, _ = next(iter(rendezvous("env://", index, world)))
+    if order.lost:
+        meet(store, size)
     if order.rank is not None:
         start_world(store=distributed_c10d.PrefixStore("world", store), rank=order.rank, world_size=world)
     if size == 1:

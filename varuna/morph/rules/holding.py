@@ -14,7 +14,7 @@ NOT_REPLACED = "no machine has replaced the lost one in time"
 
 def hold_state(decision: Decision, survivors: tuple[str, ...], problem: str) -> bool:
     """Begin to hold the state; return False if no machine can replace the lost one in place."""
-    if decision.state.phase != "running" or not _may_come(decision, survivors):
+    if not _may_come(decision, survivors):
         return False
     decision.drop_preparation("a worker was lost")
     decision.set(holding=True)

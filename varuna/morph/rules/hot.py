@@ -22,7 +22,13 @@ from varuna.morph.reports import (
 from varuna.morph.rules import workers
 from varuna.morph.rules.decision import Decision, request_plan
 from varuna.morph.rules.holding import NOT_REPLACED, hold_state, prepare_replacement
-from varuna.morph.rules.joiners import all_wait, prepare, refuse_other_code, unusable_machines
+from varuna.morph.rules.joiners import (
+    all_wait,
+    count_join_failure,
+    prepare,
+    refuse_other_code,
+    unusable_machines,
+)
 from varuna.morph.rules.membership import clause, lose_machine, ready_machines
 from varuna.morph.rules.orders import break_morph
 from varuna.morph.rules.survivors import (
@@ -30,7 +36,9 @@ from varuna.morph.rules.survivors import (
     awaits_reports,
     handing_over,
     hurt_machines,
+    joining_ranks,
     lost_ranks,
+    state_holders,
     surviving_ranks,
     waits_for_reports,
     why_not_hot,
@@ -160,9 +168,7 @@ def _joiner_ended(decision: Decision, machine: str, outcomes: tuple[Outcome, ...
 
 
 def _joiners_failed(decision: Decision, why: str) -> None:
-    failures = decision.state.join_failures + 1
-    wait = min(60.0, 2.0**failures)
-    decision.set(join_failures=failures, retry_join_at=decision.now + wait)
+    wait = count_join_failure(decision)
     decision.drop_preparation(f"retry in {wait:.0f} s, nothing happens to the other workers; {why}")
 
 
@@ -188,20 +194,22 @@ def morph(
     gone = tuple(filterfalse(generation.machine_set.__contains__, last.machines))
     whole = all(worker.replicated for worker in distinct_reports(decision.state.progress))  # none in a morph
     whole = whole and (decision.state.phase != "morphing" or decision.state.morph_whole)
+    base, holds = state_holders(decision, generation, gone_ranks)
     if interrupted := handing_over(decision):  # the others do without them
         assert decision.state.morphed_from is not None
         decision.do(commands.KillWorkers(decision.state.morphed_from.number, interrupted, why))
     decision.begin_generation("morphing", generation, why)
     decision.set(morphed_from=last, morph_lost=gone_ranks, morph_whole=whole)
+    decision.set(morph_base=base, morph_holds=holds)
     follow_progress(decision)
     decision.add_leaving(gone)
     decision.do(commands.Morph(generation, last, gone_ranks, shorten_reason(why), reasons))
 
 
 def follow_progress(decision: Decision) -> None:
-    """Move the deadline of the morph while tensors travel, or a worker is busy before it takes its order.
+    """Move the deadline of the morph while tensors travel, or a worker is busy before it begins.
 
-    A planned order waits for the end of a step and of the script's own work between steps.
+    An order waits for the end of a step and of the script's own work between steps.
     """
     state, settings = decision.state, decision.settings
     last = state.morphed_from
@@ -209,21 +217,33 @@ def follow_progress(decision: Decision) -> None:
     staying = list(filter(before.__contains__, decision.generation.machines))
     number = decision.generation.number
     reported = reported_machines(state.progress)
+    reports: list[WorkerProgress] = []
 
     def waits(worker: WorkerProgress) -> bool:
-        return worker.taken is not None and worker.taken < number
+        return worker.taken is not None and not _has_begun(worker, number, state.morph_lost)
 
     is_waiting = not state.morph_begun_at and any(map(waits, distinct_reports(state.progress)))
     if is_waiting:  # joiners do not count
-        is_waiting = any(waits(worker) for name in staying for worker in state.progress.get(name, ()))
+        reports = [worker for name in staying for worker in state.progress.get(name, ())]
+        is_waiting = any(map(waits, reports))
     if not (is_waiting or state.morph_begun_at) and all(map(reported.__contains__, staying)):
         decision.set(morph_begun_at=decision.now)
     limit = max(settings.morph_seconds, settings.hang_steps * state.step_seconds)
     deadline = max(state.since, decision.state.morph_begun_at, state.progressed_at) + limit
-    if is_waiting and not state.morph_lost:
+    if is_waiting:
         idle = max(settings.idle_seconds, 10 * settings.hang_steps * state.step_seconds)
-        deadline = min(deadline, state.since + idle) if state.in_step else state.since + idle
+        computes = any(worker.in_step and not worker.waits for worker in reports)
+        deadline = min(deadline, state.since + idle) if computes else state.since + idle
     decision.set(deadline=deadline)
+
+
+def _has_begun(worker: WorkerProgress, number: int, lost: tuple[int, ...]) -> bool:
+    """Return whether a worker has begun to carry out its order.
+
+    After a loss, it takes its order in the middle of a step, and may end its loop before it begins.
+    """
+    begins = worker.taken is not None and worker.taken >= number
+    return begins and (not lost or worker.waits or worker.generation >= number)
 
 
 def is_complete(decision: Decision) -> bool:
@@ -243,12 +263,15 @@ def end_morph(decision: Decision) -> None:
     pause = f"pause {slowest.morph_seconds:.3f} s, {moved} moved"
     decision.log("morphed", f"{decision.generation.number}: in place, {pause} ({slowest.morph_parts})")
     _note_steps(decision)
+    last = decision.state.morphed_from
+    joined = last is not None and not last.machine_set.issuperset(decision.generation.machines)
     decision.enter(
         "running",
         decision.state.reason,
-        join_failures=0,
+        join_failures=0 if joined else decision.state.join_failures,
         leaving_since=decision.now,
         morphed_from=None,
+        morph_base=None,
         morph_broken="",
         slow_morph="",
     )
@@ -422,8 +445,12 @@ def _continue_holding(decision: Decision, survivors: tuple[str, ...]) -> bool:
 
 
 def _count_loss(decision: Decision) -> bool:
-    """Count a crash or a loss; return False if it ends the job."""
-    if decision.state.failures:
+    """Count a failed joiner, a crash or a loss; return False if it ends the job."""
+    lost = lost_ranks(decision)
+    if lost and lost <= joining_ranks(decision):
+        count_join_failure(decision)
+        decision.set(losses=decision.state.losses + 1)
+    elif decision.state.failures:
         workers.count_crash(decision, _describe_loss(decision))
     else:  # machines that go are no crash of the job
         decision.set(losses=decision.state.losses + 1)

@@ -31,6 +31,14 @@ def prepare(
     decision.do(commands.Prepare(generation, joiners, why))
 
 
+def count_join_failure(decision: Decision) -> float:
+    """Count one more joiner that failed; return the seconds until the next one may start."""
+    failures = decision.state.join_failures + 1
+    wait = min(60.0, 2.0**failures)
+    decision.set(join_failures=failures, retry_join_at=decision.now + wait)
+    return wait
+
+
 def unusable_machines(decision: Decision, generation: Generation) -> list[str]:
     """Return the machines of the next generation that are gone, have another agent, or must leave."""
     ready, members = frozenset(ready_machines(decision, with_kept=True)), decision.state.members

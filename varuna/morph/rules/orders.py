@@ -1,5 +1,7 @@
 """Orders of the morph that runs: sent again to agents that may lack them, or replaced because they fail."""
 
+from collections.abc import Collection
+
 from varuna.morph import commands, events
 from varuna.morph.failures import shorten_reason
 from varuna.morph.rules.decision import Decision
@@ -27,6 +29,19 @@ def repeat_order(decision: Decision, machine: str) -> None:
 
 def break_morph(decision: Decision, why: str) -> None:
     """Note that the morph that runs cannot be completed. All its workers can enter another generation."""
+    decision.set(failed_at=_failed_at(decision), morph_broken=decision.state.morph_broken or why)
+
+
+def give_up_workers(decision: Decision, machines: Collection[str], why: str) -> None:
+    """Go on without the workers of these machines, which are connected. Those that still run are killed."""
+    found = tuple(machines)
+    lost = {**decision.state.lost, **dict.fromkeys(found, why)}
+    decision.set(failed_at=_failed_at(decision), lost=lost)
+    decision.add_leaving(found)
+    decision.do(commands.KillWorkers(decision.generation.number, found, why))
+
+
+def _failed_at(decision: Decision) -> float:
+    """Return the time of the first problem of this generation: now, if there was none before."""
     first = not (decision.state.failures or decision.state.lost or decision.state.morph_broken)
-    failed_at = decision.now if first else decision.state.failed_at
-    decision.set(morph_broken=decision.state.morph_broken or why, failed_at=failed_at)
+    return decision.now if first else decision.state.failed_at

@@ -7,7 +7,8 @@ from varuna.morph.rules import hot
 from varuna.morph.rules.decision import Decision, members_with_workers, request_plan, save_deadline
 from varuna.morph.rules.history import forced_change
 from varuna.morph.rules.membership import clause, kept_machines, lose_machine, ready_machines, why_kept
-from varuna.morph.rules.survivors import log_cold_restart, why_not_hot, why_not_recover
+from varuna.morph.rules.orders import give_up_workers
+from varuna.morph.rules.survivors import joining_ranks, log_cold_restart, why_not_hot, why_not_recover
 from varuna.morph.rules.workers import crash_when_cause_is_known, end_hang, is_hung
 from varuna.morph.rules.worth import (
     is_due,
@@ -160,13 +161,17 @@ def _finish_or_gather(decision: Decision) -> None:
 def wait_for_morph(decision: Decision) -> None:
     """Wait until all workers have entered the generation. Restart from the store if they do not."""
     hot.follow_progress(decision)
-    state, last = decision.state, decision.state.morphed_from
+    last = decision.state.morphed_from
     before = last.machine_set if last is not None else frozenset()
     staying = list(filter(before.__contains__, decision.generation.machines))
+    has_ended = all(name in decision.state.ended for name in staying)  # before it saw the order
+    if not has_ended and (ended := _ended_before_entering(decision)):
+        give_up_workers(decision, ended, "its workers ended in the middle of the change")
+    state = decision.state
     if state.failures or state.lost or state.morph_broken:
         if not hot.recover(decision):
             _end_after_loss(decision)
-    elif all(name in state.ended for name in staying):  # the script ended before it saw the order
+    elif has_ended:
         _finish_or_gather(decision)
     elif hot.is_complete(decision):
         hot.end_morph(decision)
@@ -174,16 +179,41 @@ def wait_for_morph(decision: Decision) -> None:
         _morph_takes_long(decision)
 
 
-def _morph_takes_long(decision: Decision) -> None:
-    """Restart from the store, once the workers have written their stacks to their logs, if there is time.
+def _ended_before_entering(decision: Decision) -> list[str]:
+    """Return the machines whose workers have ended normally, though others are in the middle of the change.
 
-    They are in the middle of the change, and cannot save. So the next planned changes are not made in place.
+    If no worker that stays has taken its order, the script may be at its end: then all of them end.
+    """
+    state, number = decision.state, decision.generation.number
+    if not state.ended:  # as nearly always
+        return []
+    joining = joining_ranks(decision)
+    reports = (worker for found in state.progress.values() for worker in found)
+    if not any((worker.taken or 0) >= number for worker in reports if worker.rank not in joining):
+        return []
+    return [
+        name
+        for name, outcomes in state.ended.items()
+        if name not in state.lost and any(not one.failure and one.entered < number for one in outcomes)
+    ]
+
+
+def _morph_takes_long(decision: Decision) -> None:
+    """Go on without joiners, or restart from the store, once the workers have written their stacks.
+
+    They are in the middle of the change, and cannot save. So after a restart, the next planned changes are
+    not made in place.
     """
     state, generation = decision.state, decision.generation
     if state.stacks_at < state.since and decision.now < decision.leave_by():
         decision.set(stacks_at=decision.now)
         decision.do(commands.DumpStacks(generation.number, generation.machines))
     elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
+        if joining := joining_ranks(decision):
+            places = zip(generation.machines, generation.ranks, strict=True)
+            joiners = [name for name, ranks in places if joining.issuperset(ranks)]
+            give_up_workers(decision, joiners, "the workers did not enter the generation in time with it")
+            return
         if not state.morph_lost:
             seconds = decision.now - max(state.since, state.progressed_at)
             decision.set(slow_morph=f"{state.reason}: no progress for {seconds:.0f} s")

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from varuna.morph.reports import distinct_reports, machines_that_fail
 from varuna.morph.rules.decision import Decision
-from varuna.morph.state import match_ranks
+from varuna.morph.state import Generation, match_ranks
 
 COLD = "cold restart"
 ANYWAY = "a loss ends this generation"
@@ -40,9 +40,18 @@ def lost_ranks(decision: Decision) -> frozenset[int]:
     """Return the ranks of failed workers and of lost machines."""
     generation, state = decision.generation, decision.state
     failed = {outcome.failure.rank for outcome in state.failures if outcome.failure is not None}
-    return frozenset(
-        failed | {rank for machine in state.lost for rank in generation.ranks_of.get(machine, ())}
-    )
+    gone = {name for name, outcomes in state.ended.items() if any(one.failure for one in outcomes)}
+    gone.update(state.lost)
+    return frozenset(failed | {rank for machine in gone for rank in generation.ranks_of.get(machine, ())})
+
+
+def joining_ranks(decision: Decision) -> frozenset[int]:
+    """Return the ranks that join in the morph that runs: the others can do without them."""
+    last = decision.state.morphed_from
+    if decision.state.phase != "morphing" or last is None:
+        return frozenset()
+    previous, _ = match_ranks(last, decision.generation, decision.state.morph_lost)
+    return frozenset(rank for rank, old in enumerate(previous) if old is None)
 
 
 def surviving_ranks(decision: Decision, lost: Collection[int]) -> dict[str, tuple[int, ...]]:
@@ -64,9 +73,13 @@ def hurt_machines(decision: Decision, lost: Collection[int]) -> frozenset[str]:
 
 
 def _restarts_anyway(decision: Decision) -> bool:
-    """Return True if a loss ends this generation whatever its survivors hold."""
+    """Return True if a loss ends this generation whatever its survivors hold.
+
+    A worker that raises would raise again after a restart in place; but the others can do without a joiner.
+    """
     settings, state = decision.settings, decision.state
-    failures = [outcome.failure for outcome in state.failures if outcome.failure is not None]
+    joining = joining_ranks(decision)
+    failures = [one.failure for one in state.failures if one.failure and one.failure.rank not in joining]
     by_itself = any(failure.error or (failure.exit_code or 0) >= 0 for failure in failures)
     return not (settings.hot and settings.morphs) or state.verdict is not None or by_itself
 
@@ -83,7 +96,7 @@ def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
     `lost_machine` is lost, too. Only workers that died of a signal are replaced: an exception in the script
     would be raised again. Ranks commit their steps, and so can survive a loss, if every stage has replicas.
     If not, they go back to copies of the lost ranks' state, which survivors have.
-    In the middle of a morph, the ranks of the generation before must hold every stage.
+    In the middle of a morph, they must hold all state of the last generation that was entered.
     """
     state, generation = decision.state, decision.generation
     if _restarts_anyway(decision):
@@ -96,7 +109,7 @@ def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
     if ended := [name for name in survivors if name in state.ended] if state.ended else []:
         return f"the workers of {', '.join(ended)} have ended"
     if state.phase == "morphing":
-        held = _hold_last_stages(decision, lost)
+        held = _hold_last_state(decision, lost)
         return "" if held else "the workers that stay do not hold every stage in the middle of this change"
     stage_map, progress = generation.layout.stage_map, state.progress
     holders_left = all(len(stage) > 1 and not lost.issuperset(stage) for stage in stage_map)
@@ -140,17 +153,53 @@ def awaits_reports(decision: Decision) -> bool:
     return is_young and not heard
 
 
-def _hold_last_stages(decision: Decision, lost: Collection[int]) -> bool:
-    """Return whether survivors of an interrupted morph hold every stage of the generation before.
+def state_holders(
+    decision: Decision, following: Generation, lost: Collection[int]
+) -> tuple[Generation, tuple[tuple[int, ...], ...]]:
+    """Return the last generation that was entered, and the ranks of it whose state each next rank has.
+
+    No ranks: each rank that stays has its own state. A rank has a copy of another one's state only if all go
+    back to their copies, because some state is `lost`.
+    """
+    state, last = decision.state, decision.generation
+    if state.phase == "morphing" and state.morph_base is not None:
+        base, held = state.morph_base, dict(enumerate(_present_holders(decision)))
+    else:
+        whole = all(worker.replicated for worker in distinct_reports(state.progress))
+        gone = set(lost)
+        if not gone or (whole and not any(map(gone.issuperset, last.layout.stage_map))):
+            return last, ()
+        copies = {worker.rank: worker.copy_of for found in state.progress.values() for worker in found}
+        base, held = last, {}
+        for rank in range(last.layout.num_ranks):
+            copied = copies.get(rank)
+            held[rank] = (rank,) if copied is None else (rank, copied)
+    previous, _ = match_ranks(last, following, lost)
+    return base, tuple(() if old is None else held.get(old, ()) for old in previous)
+
+
+def _present_holders(decision: Decision) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of the last entered generation whose state each rank has in the morph that runs."""
+    state = decision.state
+    if state.morph_holds or state.morphed_from is None:
+        return state.morph_holds
+    previous, _ = match_ranks(state.morphed_from, decision.generation, state.morph_lost)
+    return tuple(() if old is None else (old,) for old in previous)
+
+
+def _hold_last_state(decision: Decision, lost: Collection[int]) -> bool:
+    """Return whether survivors of an interrupted morph hold all state of the last entered generation.
 
     Ranks that leave in this morph do not take part in the next one: the others must do without them.
     """
-    last, generation = decision.state.morphed_from, decision.generation
-    if last is None or not decision.state.morph_whole:  # a rank had state of its own
+    state, base = decision.state, decision.state.morph_base
+    if base is None:
         return False
-    previous, _ = match_ranks(last, generation, decision.state.morph_lost)
-    alive = {old for rank, old in enumerate(previous) if rank not in lost}
-    return all(alive & set(stage) for stage in last.layout.stage_map)
+    holds = (held for rank, held in enumerate(_present_holders(decision)) if rank not in lost)
+    alive = {old for held in holds for old in held}
+    if state.morph_whole:
+        return all(alive & set(stage) for stage in base.layout.stage_map)
+    return alive >= set(range(base.layout.num_ranks))  # each rank had state of its own
 
 
 def handing_over(decision: Decision) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """Morph orders of a worker: its agent writes them to a small file, and a counter to a shared memory page.
 
 The files stand beside the progress page of the worker: `<progress file>.order` has the newest order as JSON,
-`<progress file>.control` the generation of that order, and of the newest order after a loss. The worker reads
-them once a step, which takes less than a microsecond, and while it waits for other ranks. The agent writes
-the order first, so a worker that sees the counters finds the order. The worker writes there the generation of
-the last order that it has taken: from then on, it is in the middle of the change.
+`<progress file>.control` the generation of that order, and of the newest order after a loss. If only joiners
+were lost, it also has that of the order which this one interrupts: a worker that has not taken that one does
+not miss them, and goes on to its next step boundary. The worker reads the counters once a step, which takes
+less than a microsecond, and while it waits for other ranks. The agent writes the order first, so a worker
+that sees the counters finds the order. The worker writes there the generation of the last order that it has
+taken: from then on, it is in the middle of the change.
 """
 
 import mmap
@@ -20,6 +22,8 @@ from varuna.types import MorphOrder
 
 PAGE = 4096
 _COUNTERS = struct.Struct("<qq")  # generation of the newest order, and of the newest one with lost ranks
+_INTERRUPTED = struct.Struct("<q")  # generation of the order that this one interrupts; 0: any
+_INTERRUPTED_AT = 128
 _TAKEN = struct.Struct("<q")  # generation of the last order that the worker has taken
 _TAKEN_AT = 64
 _CHANGING = (
@@ -53,16 +57,23 @@ class OrderWriter:
             file.write(bytes(PAGE))
             file.flush()
             self._page = mmap.mmap(file.fileno(), PAGE)
-        self._newest_loss = 0
+        self._newest_loss = self._interrupts = 0
+        self._last: MorphOrder | None = None
 
     def give(self, order: MorphOrder) -> None:
         """Write an order; the worker carries it out at its next step boundary. Raise OSError.
 
-        If ranks were lost, the worker abandons its step.
+        If ranks were lost, the worker abandons its step; or only the last order, if joiners of it were lost.
         """
         write_atomic(self._order, encode(order), fsync=False, private=True)
         if order.lost:
+            last, is_pending = self._last, self._newest_loss > self.taken and not self._interrupts
+            joined = () if last is None else (rank for rank, old in enumerate(last.previous) if old is None)
+            only_joiners = last is not None and not is_pending and set(order.lost) <= set(joined)
+            self._interrupts = last.generation if last is not None and only_joiners else 0
             self._newest_loss = order.generation
+        self._last = order
+        _INTERRUPTED.pack_into(self._page, _INTERRUPTED_AT, self._interrupts)  # the worker reads it last
         _COUNTERS.pack_into(self._page, 0, order.generation, self._newest_loss)
 
     @property
@@ -109,7 +120,9 @@ class SharedOrderReader(OrderReader):
 
     @property
     def abandons(self) -> bool:
-        return bool(_COUNTERS.unpack_from(self._page)[1] > self._taken)
+        if _COUNTERS.unpack_from(self._page)[1] <= self._taken:
+            return False
+        return bool(self._taken >= _INTERRUPTED.unpack_from(self._page, _INTERRUPTED_AT)[0])
 
     def take(self) -> MorphOrder:
         if not self.is_pending:

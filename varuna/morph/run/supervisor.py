@@ -85,10 +85,11 @@ class WorkerProcess:
         failure = self.failure()
         saved = failure is None and self._reader is not None and self._reader.on_demand
         lines = last_lines(self.err) if failure is not None else ""
-        self.outcome = Outcome(failure, on_demand=saved, last_lines=lines)
         if self._reader is not None:
             self.last_progress = self._reader.read()
             self._reader.close()
+        entered = self.last_progress.generation
+        self.outcome = Outcome(failure, on_demand=saved, last_lines=lines, entered=entered)
         if self._orders is not None:
             self._orders.close()
         if self.metrics is not None:

@@ -1,6 +1,6 @@
 """The values with which a wrapped model follows the changes of its job's machines in place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -28,6 +28,14 @@ class EarlierStep(NamedTuple):
     parts: MorphParts
 
 
+class CompleteMove(NamedTuple):
+    """The next state of this rank, complete here. It counts as soon as it is complete on all ranks."""
+
+    generation: int
+    use: Callable[[], None]  # give up the last state
+    undo: Callable[[], None]  # keep the last state
+
+
 @dataclass
 class HotState:
     """The progress of this rank between two generations."""
@@ -42,7 +50,8 @@ class HotState:
     joined_at: int | None = None  # the step at which ranks have joined lately
     pending_order: MorphOrder | None = None  # to be carried out before the next call
     going_back: EarlierStep | None = None  # before the next batch; until then, no call trains
-    half_moved: bool = False  # a morph has changed some of the state of this rank, and not all
+    joins: bool = False  # the state of this rank is not the job's yet: it is in its first morph
+    move: CompleteMove | None = None  # this rank does not know yet whether it is complete on all others
     uncommitted: Finished[Any] | None = None  # result of a call that is done here, until its commit
     repeats: bool = False  # the current call runs again after a loss, so PeerLost is no error of it
     reported: str | None = None  # why this rank cannot morph in place, as the manager knows it
@@ -52,4 +61,5 @@ class HotState:
         """Return the state of a worker that has just started."""
         generation = 0 if environment.joins else environment.generation or 0
         script = hash_script() if environment.progress_file else ""
-        return cls(waits_for_orders=environment.hot == "1", generation=generation, script=script)
+        joins = environment.joins is not None
+        return cls(environment.hot == "1", generation, script=script, joins=joins)

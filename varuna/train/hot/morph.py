@@ -18,20 +18,28 @@ from typing import TYPE_CHECKING, Any
 
 from varuna.capture.model.state import StageState, moved_state
 from varuna.environment import VarunaEnvironment
-from varuna.errors import WorkerError
+from varuna.errors import PeerLost, WorkerError
 from varuna.execute.comm.address import machine_identity
 from varuna.execute.comm.collective import Collective
 from varuna.execute.comm.session import Session
 from varuna.execute.device.profiled import profiled_as
 from varuna.execute.rebuild.generation import enter_generation, is_interruption, leave_generation
 from varuna.execute.rebuild.handover import Unit
+from varuna.execute.step.trainer import Trainer
 from varuna.morph.run.order_page import apply_environment
 from varuna.morph.state import MorphParts
 from varuna.train import build
 from varuna.train.hot.copies import StateCopies
-from varuna.train.hot.moving import MovingState, group_options, hash_groups, set_group_options
+from varuna.train.hot.hot_state import CompleteMove
+from varuna.train.hot.moving import (
+    MovingState,
+    OptimizerBackup,
+    group_options,
+    hash_groups,
+    set_group_options,
+)
 from varuna.train.layout import Prediction
-from varuna.train.programs import CapturedModel
+from varuna.train.programs import CapturedModel, StagePrograms
 from varuna.train.report import Reporter
 from varuna.train.saving.autosave import AutosaveTimer, parse_rhythm
 from varuna.train.saving.frozen_base import FrozenBase
@@ -80,14 +88,19 @@ def morph(
     orders = model._orders
     session = build.connect(options, order.rank, has_order=lambda: orders.abandons)
     parts.rebuild = time.perf_counter() - started
+    if session.waiter is not None:
+        session.waiter.survives = True  # the manager knows who is lost
     try:
         num_bytes = _rebuild(model, session, options, group, order, parts, copied)
     except Exception as error:
-        if is_interruption(error):
+        if is_interruption(error) or order.old_rank is None:  # the others go on without a joiner that fails
             session.abandon()
         else:
             session.report_error(error, f"stage {session.stage}, entering generation {order.generation}")
         raise
+    finally:
+        if session.waiter is not None:
+            session.waiter.survives = False
     seconds = parts.waited + time.perf_counter() - started
     model._tracer.note("morph", time.perf_counter() - seconds)
     step = model._trainer.iteration
@@ -132,7 +145,7 @@ def _rebuild(
     is_joiner = model._session.provisional
     # Ranks that go back to copies may be at different steps of their schedules; the copies have the options.
     groups = "" if is_joiner or copied is not None else hash_groups(model._optimizer) or ""
-    sampled = _same_model(model._programs.sampled, session, groups)
+    sampled = _same_model(model._programs.sampled, session, groups, joins=is_joiner)
     plan, prediction = build.choose_plan(sampled, options, session, environment)
     own = plan.stages[session.stage]
     state = moved_state(
@@ -143,37 +156,57 @@ def _rebuild(
     moving.copied = copied
     if not is_joiner:
         moving.base = {name for name in state.canonical if name in training.base}
-    started = time.perf_counter()
-    num_bytes = moving.hand_over(group, session)
-    parts.move = time.perf_counter() - started
-    model._hot.half_moved = True
-    _use(model, session, options, plan, sampled, moving)
-    if moving.taken_job is not None:
-        _take_job_values(model, moving.taken_job)
-    model._hot.generation, model._hot.half_moved = order.generation, False
-    _use_reports(model, session, sampled, prediction, environment, is_joiner=is_joiner)
+    started, backup = time.perf_counter(), OptimizerBackup(training)
+    try:
+        num_bytes = moving.hand_over(group, session)
+        parts.move = time.perf_counter() - started
+        has_request = model._trainer.reducer.has_request
+        built = build.build_trainer(sampled, plan, session, options, state, has_request)
+    except Exception:
+        backup.restore()
+        raise
+
+    def use() -> None:
+        _use(model, session, options, plan, sampled, moving, *built)
+        model._hot.generation = order.generation
+
+    model._hot.move = CompleteMove(order.generation, use, backup.restore)
+    session.gather_numbers([1.0])  # if it ends on any rank, the next state is complete on all ranks
+    end_move(model, counts=True)
+    _use_reports(model, session, sampled, prediction, environment)
+    model._hot.joins = False
     return num_bytes
 
 
-def _same_model(sampled: CapturedModel, session: Session, groups: str) -> CapturedModel:
+def end_move(model: "Varuna", *, counts: bool) -> None:
+    """Use the next state of this rank if it is complete on all ranks; keep the last one if not."""
+    move, model._hot.move = model._hot.move, None
+    if move is not None:
+        (move.use if counts else move.undo)()
+
+
+def _same_model(sampled: CapturedModel, session: Session, groups: str, *, joins: bool) -> CapturedModel:
     """Check that joiners have the same model; return it with the machines of the next generation.
 
-    `groups`: hash of the optimizer's groups; "" on a joiner, which takes the options of the others.
+    `groups`: hash of the optimizer's groups; "" on a joiner, which takes the options of the others. Raises
+    PeerLost on the others if a joiner has another model: they go on without it.
     """
     own = sampled.captured.graph.fingerprint
-    everyone = session.gather((own, machine_identity(), groups), tuple[str, str, str])
-    differing = [rank for rank, (other, _, _) in zip(session.ranks, everyone, strict=True) if other != own]
+    everyone = session.gather((own, machine_identity(), groups, joins), tuple[str, str, str, bool])
+    differing = [rank for rank, (other, *_) in zip(session.ranks, everyone, strict=True) if other != own]
     if differing:
-        raise WorkerError(
+        joiners = {rank for rank, (*_, is_new) in zip(session.ranks, everyone, strict=True) if is_new}
+        kind = WorkerError if joins or not joiners.issuperset(differing) else PeerLost
+        raise kind(
             f"ranks {differing} have wrapped another model than rank {session.rank} (run the same version of "
             "the script on all machines)"
         )
-    if len({found for _, _, found in everyone if found}) > 1:
+    if len({found for _, _, found, _ in everyone if found}) > 1:
         raise WorkerError(
             "the optimizers of the ranks have different parameter groups, so their parameters cannot move in "
             "place (make the same groups, with the same options, on all ranks)"
         )
-    return sampled._replace(machines=[machine for _, machine, _ in everyone])
+    return sampled._replace(machines=[machine for _, machine, _, _ in everyone])
 
 
 def compare_groups(model: "Varuna") -> None:
@@ -203,11 +236,12 @@ def _use(
     plan: Plan,
     sampled: CapturedModel,
     moving: MovingState,
+    programs: StagePrograms,
+    trainer: Trainer,
 ) -> None:
     """Replace the parts of the model that belong to a layout."""
     state, last = moving.state, model._trainer
     assert state is not None
-    programs, trainer = build.build_trainer(sampled, plan, session, options, state, last.reducer.has_request)
     before, after = last.plan.stages[model._session.stage], plan.stages[session.stage]
     if (before.first, before.stop) == (after.first, after.stop):
         programs.adopt(model._programs)
@@ -240,6 +274,8 @@ def _use(
         finalizer.detach()
     closed = session.close, model._tracer.close, checkpoints.resources.close
     model._finalizers = [weakref.finalize(model, close) for close in closed]
+    if moving.taken_job is not None:
+        _take_job_values(model, moving.taken_job)
 
 
 def _use_reports(
@@ -248,12 +284,10 @@ def _use_reports(
     sampled: CapturedModel,
     prediction: Prediction | None,
     environment: VarunaEnvironment,
-    *,
-    is_joiner: bool,
 ) -> None:
     # The gather also keeps all ranks together until each has built its stage.
     reports = prediction is not None or environment.log_dir is not None
-    joined_at = model._trainer.iteration if is_joiner else model._hot.joined_at
+    joined_at = model._trainer.iteration if model._hot.joins else model._hot.joined_at
     everyone = session.gather((reports, -1 if joined_at is None else joined_at), tuple[bool, int])
     reports = everyone[0][0]
     newest = max(joined for _, joined in everyone)  # ranks may have been interrupted in an earlier morph

@@ -181,6 +181,27 @@ class MovingState:
         return group
 
 
+class OptimizerBackup:
+    """The parts of an optimizer that a move changes, as they were before. It changes no tensor of them."""
+
+    def __init__(self, training: TrainingState) -> None:
+        optimizer = training.optimizer
+        self._optimizer, self._shards = optimizer, training.shards
+        self._groups = [] if optimizer is None else [list(one["params"]) for one in optimizer.param_groups]
+        self._state = {} if optimizer is None else dict(optimizer.state)
+        self._owners = {} if training.shards is None else dict(vars(training.shards))
+
+    def restore(self) -> None:
+        if self._optimizer is None:
+            return
+        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"][:] = parameters
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        if self._shards is not None:
+            vars(self._shards).update(self._owners)
+
+
 class MovingShards:
     """The sharded state of the optimizer on its way to its next owners."""
 

@@ -33,7 +33,7 @@ from varuna.train.hot.follow_orders import (
     wait_for_order,
 )
 from varuna.train.hot.hot_state import EarlierStep, Finished
-from varuna.train.hot.morph import morph
+from varuna.train.hot.morph import end_move, morph
 from varuna.types import MorphOrder
 
 if TYPE_CHECKING:
@@ -151,18 +151,18 @@ def carry_out(
 ) -> None:
     """Enter the next generation. If more ranks are lost meanwhile, enter the one after it.
 
-    `copied`: state before an earlier step, to which all ranks go back. Else, a rank still has the tensors of
-    the last layout, or has all of the next one. The values are the same, so the order for the generation
-    after it hands over what each rank has.
+    `copied`: state before an earlier step, to which all ranks go back; then they go back again. Else, a rank
+    still has the state of the last layout, or has all of the next one (`HotState.move`). The values are the
+    same, so the order for the generation after it hands over what each rank has.
     """
     try:
         with ended_by(lambda: model._orders.abandons):
             morph(model, order, parts, copied=copied)
     except Exception as error:
-        if not is_interruption(error) or model._hot.half_moved or copied is not None or order.rank is None:
+        if not is_interruption(error) or order.rank is None:
             raise
         log.warning("the morph to generation %d was interrupted: %s", order.generation, error)
-        recover(model, error, between=True)
+        recover(model, error, between=copied is None)
 
 
 def enter_pending(model: "Varuna") -> None:
@@ -173,6 +173,7 @@ def enter_pending(model: "Varuna") -> None:
     if model._orders.abandons:  # more ranks were lost
         recover(model, PeerLost("more ranks were lost"), between=True)
     else:
+        model._progress.waits(True)
         carry_out(model, pending)
 
 
@@ -180,7 +181,8 @@ def choose_earlier_step(
     model: "Varuna", order: MorphOrder, steps: Sequence[SurvivorStep], parts: MorphParts
 ) -> EarlierStep:
     """Return the newest step of which all survivors have copies."""
-    common = set(steps[0].copied).intersection(*(step.copied for step in steps))
+    members = [set(step.copied) for step in steps if not step.joins]
+    common = members[0].intersection(*members[1:]) if members else set()
     if not common:
         raise PeerLost("the survivors of a lost rank have no copies of one step (the job must restart)")
     step = max(common)
@@ -196,6 +198,7 @@ def go_back(model: "Varuna") -> None:
     if model._orders.abandons:  # more ranks were lost
         recover(model, PeerLost("more ranks were lost"))
     else:
+        model._progress.waits(True)
         carry_out(model, earlier.order, earlier.parts, copied=earlier.copied)
 
 
@@ -228,7 +231,7 @@ def recover(
     so before its next batch (`HotState.going_back`), because the script knows the number of this one.
     """
     noticed = time.perf_counter()
-    model._progress.waits(True)
+    model._progress.waits(True)  # the manager hears of it before it gives the order
     try:
         order = wait_for_loss_order(model, LOSS_SECONDS)
     except WorkerError:
@@ -247,27 +250,35 @@ def _rejoin(
     in_step: bool = False,
 ) -> Finished[Any] | None:
     started, session = time.perf_counter(), model._session
+    model._progress.waits(True)
     finished, model._hot.uncommitted = model._hot.uncommitted, None
     abandon_generation(session, model._trainer.reducer.unfinished_works())
     model._saver.lose_ranks()
     copied = model._state_copies.steps()
     between = between or commits_calls(model)
-    own = SurvivorStep(model._hot.generation, session.num_commits, between, copied)
+    joins = model._hot.joins
+    own = SurvivorStep(model._hot.generation, session.num_commits, between or joins, copied, joins)
     try:
         with ended_by(lambda: model._orders.abandons):
-            # Another survivor may be in the middle of a micro-batch, and notice the loss after it.
-            seconds = max(LOSS_SECONDS, model._options.timeout_seconds)
-            steps = exchange_steps(order, own, seconds=seconds)
+            # Another survivor may be in a long micro-batch, or between two steps, and notice the loss later.
+            steps = exchange_steps(order, own)
     except Exception as error:
         if not is_interruption(error):
             raise
         model._hot.uncommitted = finished
         return recover(model, error, backup, between=between, in_step=in_step)
-    if not all(step.between for step in steps):
-        parts.rebuild = time.perf_counter() - started
+    together = all(step.between for step in steps)
+    if (move := model._hot.move) is not None:
+        end_move(model, counts=together and any(step.generation == move.generation for step in steps))
+    parts.rebuild = time.perf_counter() - started
+    if not together and joins:  # it takes the earlier state of the others
+        carry_out(model, order, parts, copied={})
+        return None
+    if not together:
         model._hot.going_back = choose_earlier_step(model, order, steps, parts)
         if in_step:
             model._progress.waits(False)
+            model._progress.meets(False)
         else:
             go_back(model)
         return None
@@ -280,7 +291,6 @@ def _rejoin(
         return finished
     if backup is not None:
         backup.restore(model)
-    parts.rebuild = time.perf_counter() - started
     carry_out(model, order, parts)
     return None
 
