@@ -44,6 +44,8 @@ from varuna.types import ScheduleName
 JITTER = {TINY.name: Jitter(0.003), MEDIUM.name: Jitter(0.01)}
 """Link delay, about as long as a stage computes for one micro-batch."""
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.008, 0.016
+MORPHS = {False: 10, True: 2}
+"""Runs of each benchmark of morphs, in full and with --quick: a median of fewer says little."""
 HOUR = 3600.0
 NAIVE = "one stage at a time (device_map)"
 
@@ -578,9 +580,9 @@ BENCHMARKS: dict[str, Callable[[Lab], list[Row]]] = {
     "partition": lambda lab: partition_rows(quick=lab.quick),
     "accuracy": accuracy,
     "rannc": rannc,
-    "moving": lambda lab: moving(lab.run, min(lab.settings.repeats, 3), quick=lab.quick),
-    "morphing": lambda lab: morphing(min(lab.settings.repeats, 10), quick=lab.quick),
-    "torchft": lambda lab: torchft(min(lab.settings.repeats, 10), quick=lab.quick),
+    "moving": lambda lab: moving(lab.run, MORPHS[lab.quick], quick=lab.quick),
+    "morphing": lambda lab: morphing(MORPHS[lab.quick], quick=lab.quick),
+    "torchft": lambda lab: torchft(MORPHS[lab.quick], quick=lab.quick),
     "manager": lambda lab: manager(lab.settings.repeats, quick=lab.quick),
     "strangers": lambda lab: strangers(quick=lab.quick),
     "observing": lambda lab: observing(min(lab.settings.repeats, 5), quick=lab.quick),

@@ -6,9 +6,9 @@ from how long a step takes, so that a sample is long enough to be measured and s
 
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.sides import SIDES, Side
 
 MOST_STEPS = 200
+T = TypeVar("T")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -58,6 +59,15 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, median, high = quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high)
+
+
+def measured_within(seconds: float, repeats: int, measure: Callable[[], T]) -> list[T]:
+    """Measure that often, but begin no more after `seconds`: a benchmark must end on a slow machine too."""
+    began = time.perf_counter()
+    found = [measure()]
+    while len(found) < repeats and time.perf_counter() - began < seconds:
+        found.append(measure())
+    return found
 
 
 def cpu_seconds() -> float:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from benchmarks.arrivals import measure_arrivals
 from benchmarks.heartbeats import DEVICES, manager_share
-from benchmarks.measure import spread
+from benchmarks.measure import measured_within, spread
 from benchmarks.report import Row
 from tests.launch.jobs import environment
 from varuna.chaos.hosts.lab import ROOT, Host, Lab
@@ -46,6 +46,8 @@ Job = TypeVar("Job", bound="Contender")
 SCRIPT = Path(__file__).with_name("morphing_train.py")
 STEADY_STEPS = 30
 """Between two faults: more than between two checkpoints."""
+LIVES_SECONDS = 240.0
+"""No life begins later than this after the first one."""
 RENDEZVOUS = {
     "is_host": "false",
     "join_timeout": "60",
@@ -409,7 +411,7 @@ def morphing(repeats: int, *, quick: bool) -> list[Row]:
     if quick:
         return glimpse()
     with Lab(3, own_environment()) as lab:
-        lives = [live(lab) for _ in range(repeats)]
+        lives = measured_within(LIVES_SECONDS, repeats, lambda: live(lab))
         return [*rows_of(lives), *rows_in_place(lives)]
 
 
@@ -522,6 +524,7 @@ def row(
         other=spread(others),
         ratio=spread(ratios),
         target=target,
+        runs=len(ours),
     )
 
 

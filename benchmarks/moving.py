@@ -4,26 +4,40 @@ Two processes of one machine. A worker alone holds both stages; another one join
 over; then the first one leaves and hands its stage over. The rival sends the same number of bytes through a
 Unix socket into new memory, between the same two processes, without hashes. The last rows train two stages
 with and without copies of the state on the other rank, and two replicas with and without the commit of each
-step, in turn.
+step, in turn; and a rank of two stages is lost just before its next copy, the worst moment.
+
+A copy touches few steps. So a turn with copies goes from one copy to the next one, or to a later one, and its
+time is the mean over all its steps. The turn without copies after it has as many steps.
 """
 
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.measure import spread
+from benchmarks.measure import measured_within, spread
 from benchmarks.report import Row
-from tests.train.hot_jobs import BATCH, CHUNK, Generation, managed, order_of
+from tests.train.hot_jobs import (
+    BATCH,
+    CHUNK,
+    Generation,
+    Killed,
+    die,
+    give_when_waiting,
+    managed,
+    order_of,
+    own_sockets,
+)
 from varuna import CutPoint, Varuna
 from varuna.execute.comm.frames import memory_of
 from varuna.morph.run.order_page import OrderWriter
@@ -35,6 +49,17 @@ LAYERS = 4
 STATE = 12
 """Bytes of a parameter with Adam's state."""
 PORTS = len(GENERATIONS) + 1
+LOSS = [Generation("0;1;", (0, 1)), Generation("0;", (0,), lost=(1,))]
+MOVE_SECONDS = 30.0
+"""No run of moving state of one size begins later than this after the first one."""
+STEP_SECONDS = 25.0
+"""The same for the rows of steps and of losses."""
+FEWEST_STEPS = 20
+"""In a turn with copies."""
+COPIES_BEFORE_A_LOSS = 2
+"""The first ones measure the interval."""
+SIDES = ("on", "off")
+T = TypeVar("T")
 
 
 class Stages(nn.Module):
@@ -54,21 +79,26 @@ def moving(run: Callable[..., list[Any]], repeats: int, *, quick: bool) -> list[
     rows = []
     for size in [2_000_000] if quick else [10_000_000, 100_000_000, 1_000_000_000]:
         width = max(8, int((size / STATE / LAYERS) ** 0.5))
-        found = [_with_ports(run, move, width) for _ in range(repeats)]
+        found = measured_within(MOVE_SECONDS, repeats, lambda w=width: _slowest(run, move, w))  # type: ignore[misc]
         name = f"{size / 1e6:.0f} MB of state per rank"
         copies = [one["copy"] for one in found]
         rows += [
             _row(f"planned {kind}, {name}", [one[kind] for one in found], copies, size)
             for kind in ("join", "leave")
         ]
-    width, steps = (8, 8) if quick else (1000, 60)
-    found = [_with_ports(run, train_with_copies, width, steps) for _ in range(repeats)]
-    rows.append(
-        _row("step with copies on the other rank", *([one[key] for one in found] for key in ("on", "off")), 0)
-    )
-    for name, width, steps in [("tiny", 8, 8)] if quick else [("tiny", 8, 2000), ("32 MB", 1000, 100)]:
-        found = [_with_ports(run, train_with_commits, width, steps) for _ in range(3 * repeats)]
-        sides = [[one[key] for one in found] for key in ("on", "off")]
+    turns = _with_ports(run, train_with_copies, 8 if quick else 300, repeats, STEP_SECONDS)
+    on, off = ([max(both) for both in zip(*(one[side] for one in turns), strict=True)] for side in SIDES)
+    interval = round(median(turns[0]["intervals"]))
+    rows.append(_row(f"step with copies on the other rank, one every {interval} steps", on, off, 0))
+    losses = measured_within(STEP_SECONDS, repeats, lambda: _with_ports(run, lose_before_a_copy)[0])
+    rows.append(_row_of_losses([one["redone"] for one in losses], [one["interval"] for one in losses]))
+    for name, width, steps in [("tiny", 8, 8)] if quick else [("tiny", 8, 200), ("32 MB", 1000, 8)]:
+        found = measured_within(
+            STEP_SECONDS,
+            repeats,
+            lambda w=width, s=steps: _slowest(run, train_with_commits, w, s),  # type: ignore[misc]
+        )
+        sides = [[one[side] for one in found] for side in SIDES]
         rows.append(_row(f"step with a commit, {name} model", *sides, 0, "without commits"))
     return rows
 
@@ -87,14 +117,34 @@ def _row(
         other=spread(others),
         ratio=spread(ratios),
         target=None if 0 < size < 10**9 else 1.3 if size else 1.01,
+        runs=len(ours),
     )
 
 
-def _with_ports(run: Callable[..., list[Any]], task: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+def _row_of_losses(redone: Sequence[float], intervals: Sequence[float]) -> Row:
+    """All steps since a copy are run again, and the loss comes just before the next one."""
+    return Row(
+        benchmark="moving",
+        case="steps redone after a loss just before the next copy, D=1",
+        against="the interval of the copies",
+        unit="steps",
+        ours=spread(redone),
+        other=spread(intervals),
+        ratio=spread([own / other for own, other in zip(redone, intervals, strict=True)]),
+        target=1.0,
+        runs=len(redone),
+    )
+
+
+def _with_ports(run: Callable[..., list[Any]], task: Callable[..., T], *arguments: Any) -> list[T]:
     make = partial(dist.TCPStore, "127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     stores = [make() for _ in range(PORTS)]
     with tempfile.TemporaryDirectory() as folder:
-        found = run(task, 2, folder, [store.port for store in stores], *arguments)
+        return run(task, 2, folder, [store.port for store in stores], *arguments)
+
+
+def _slowest(run: Callable[..., list[Any]], task: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    found = _with_ports(run, task, *arguments)
     return {key: max(one[key] for one in found if key in one) for one in found for key in one}
 
 
@@ -189,33 +239,95 @@ def copy_plainly(folder: str, num_bytes: int) -> float:
     return time.perf_counter() - started
 
 
-def train_with_copies(folder: str, ports: Sequence[int], width: int, steps: int) -> dict[str, float]:
-    """Return seconds of a step with copies and without, in turn."""
-    process, seconds = dist.get_rank(), {"on": list[float](), "off": list[float]()}
-    with managed(folder, Generation("0;1;", (0, 1)), process, ports, 2):
+def train_with_copies(
+    folder: str, ports: Sequence[int], width: int, turns: int, seconds: float
+) -> dict[str, list[float]]:
+    """Return mean seconds of a step with copies and without, in turn; no turn begins after `seconds`."""
+    process, means = dist.get_rank(), {"on": list[float](), "off": list[float](), "intervals": list[float]()}
+    with managed(folder, LOSS[0], process, ports, 2):
         page = Path(os.environ["VARUNA_PROGRESS_FILE"])
         progress, orders = ProgressReader(page, process), OrderWriter(page)
-        model, optimizer = _wrap(width, "0;1;")
+        model, optimizer = _wrap(width, LOSS[0].mapping)
+        batches = model.batches(_ones(width))
 
-        def fetch(samples: Sequence[int]) -> dict[str, object]:
-            return {"x": torch.ones(len(samples), width)}
+        def train() -> None:
+            _step(model, optimizer, next(batches)[1])
 
-        turn, started = "", time.perf_counter()
-        for step, inputs in model.batches(fetch, steps=8 * steps):
-            if step % steps == 0:
-                now = time.perf_counter()
-                if step >= 2 * steps:  # the first turns measure the interval
-                    seconds[turn].append((now - started) / steps)
-                turn = "off" if step // steps % 2 else "on"
-                model._state_copies.is_off = turn == "off"
-                started = time.perf_counter()
-            model.step(inputs)
-            optimizer.step()
-            model.zero_grad()
+        def train_until_copy() -> int:
+            """Train to the end of a step in which the ranks copy; return the number of this step."""
+            copies = model._state_copies
+            before = copies._since[0]
+            while copies._since[0] == before or not copies.interval:
+                train()
+                if copies.is_off:
+                    raise RuntimeError("the ranks cannot copy their state, or no longer")
+            return copies._since[0]
+
+        train_until_copy()
+        began, goes_on = time.perf_counter(), True
+        while goes_on and len(means["on"]) < turns:
+            first, started = train_until_copy(), time.perf_counter()
+            while (steps := train_until_copy() - first) < FEWEST_STEPS:
+                pass
+            means["on"].append((time.perf_counter() - started) / steps)
+            means["intervals"].append(model._state_copies.interval)
+            model._state_copies.is_off, started = True, time.perf_counter()
+            for _ in range(steps):
+                train()
+            means["off"].append((time.perf_counter() - started) / steps)
+            model._state_copies.is_off = False
+            late = model._session.gather_numbers([time.perf_counter() - began > seconds])
+            goes_on = not any(one for (one,) in late)
         model.close()
         orders.close()
         progress.close()
-    return {key: median(values) for key, values in seconds.items()}
+    return means
+
+
+def _ones(width: int) -> Callable[[Sequence[int]], dict[str, object]]:
+    return lambda samples: {"x": torch.ones(len(samples), width)}
+
+
+def _step(model: Varuna, optimizer: torch.optim.Optimizer, inputs: Any) -> float:
+    loss, _ = model.step(inputs)
+    optimizer.step()
+    model.zero_grad()
+    return loss
+
+
+def lose_before_a_copy(folder: str, ports: Sequence[int]) -> dict[str, float]:
+    """Lose the other rank before the last step of an interval; return the steps that are run again."""
+    process, kept, found = dist.get_rank(), own_sockets(), dict[str, float]()
+    with managed(folder, LOSS[0], process, ports, 2):
+        page = Path(os.environ["VARUNA_PROGRESS_FILE"])
+        progress, orders = ProgressReader(page, process), OrderWriter(page)
+        model, optimizer = _wrap(8, LOSS[0].mapping)
+        fetch, copied, last = _ones(8), set[int](), -1
+        if process == 0:
+            order = order_of(LOSS, 1, process, ports[1])
+            threading.Thread(target=give_when_waiting, args=(progress, orders, order), daemon=True).start()
+
+        def fetch_or_die(samples: Sequence[int]) -> dict[str, object]:
+            copies = model._state_copies
+            copied.add(copies._since[0])
+            is_last = samples[0] // BATCH == copies._since[0] + copies.interval - 1
+            if process == 1 and copies.interval and is_last and len(copied) > COPIES_BEFORE_A_LOSS:
+                die(kept)
+            return fetch(samples)
+
+        try:
+            for step, inputs in model.batches(fetch_or_die):
+                if step <= last:
+                    found["redone"] = last - step  # the last one was not finished
+                    break
+                last, found["interval"] = step, model._state_copies.interval
+                _step(model, optimizer, inputs)
+        except Killed:
+            pass
+        model.close()
+        orders.close()
+        progress.close()
+    return found
 
 
 def train_with_commits(folder: str, ports: Sequence[int], width: int, steps: int) -> dict[str, float]:

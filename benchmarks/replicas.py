@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from benchmarks.measure import measured_within
 from benchmarks.morphing import (
     SCRIPT,
     Hot,
@@ -35,6 +36,8 @@ from varuna.chaos.hosts.lab import Host, Lab
 T = TypeVar("T")
 TORCHFT = "torchft 0.2, tuned"
 TRIES = 3
+TURNS_SECONDS = 110.0
+"""No turn begins later than this after the first one."""
 LIGHTHOUSE = {
     "min_replicas": "1",
     "join_timeout_ms": "100",
@@ -112,7 +115,9 @@ def torchft(repeats: int, *, quick: bool) -> list[Row]:
     if quick:
         return glimpse()
     with Lab(3, own_environment()) as lab:
-        turns = [(morph_in_place(lab), measured_again(lambda: live(lab))) for _ in range(repeats)]
+        turns = measured_within(
+            TURNS_SECONDS, repeats, lambda: (morph_in_place(lab), measured_again(lambda: live(lab)))
+        )
     ours, theirs = zip(*turns, strict=True)
     cases: dict[str, tuple[Callable[[InPlace], float], float | None]] = {
         "kill -9 of a worker → next step": (lambda one: one.killed, 1.0),

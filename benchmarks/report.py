@@ -27,6 +27,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ratio: Spread | None = None
     target: float | None = None
     cpu_target: float | None = None
+    runs: int | None = None  # where a time limit may end the measurement before all runs
 
     @property
     def reached(self) -> bool | None:
@@ -69,7 +70,7 @@ def cells(row: Row) -> tuple[str, ...]:
     reach += [] if row.cpu_target is None else [f"CPU ≤ {_limit(row.cpu_target)}"]
     return (
         row.benchmark,
-        row.case,
+        row.case if row.runs is None else f"{row.case}; runs: {row.runs}",
         row.against,
         _amount(row.ours, row.unit),
         _amount(row.other, row.unit),

@@ -13,8 +13,9 @@ import torch
 from benchmarks.cases import BENCHMARKS
 from benchmarks.jitter import Jitter
 from benchmarks.makespan import play
-from benchmarks.measure import Spread, spread
+from benchmarks.measure import Spread, measured_within, spread
 from benchmarks.memory import SavedBytes
+from benchmarks.morphing import row
 from benchmarks.observing import PageTab
 from benchmarks.report import Row, Saved, markdown
 from varuna.schedule import build
@@ -85,6 +86,20 @@ def test_a_target_is_judged_by_the_printed_median() -> None:
     assert not row(0.96, 1.0).reached
     assert not row(0.90, 1.01).reached
     assert "| NO |" in markdown([row(0.96, 1.0)])
+
+
+def test_a_measurement_that_takes_too_long_has_fewer_runs_and_says_how_many() -> None:
+    runs: list[int] = []
+
+    def measure() -> float:
+        runs.append(len(runs))
+        return 1.0 + runs[-1]
+
+    assert measured_within(float("inf"), 3, measure) == [1.0, 2.0, 3.0]
+    found = measured_within(0.0, 3, measure)
+    assert found == [4.0] and len(runs) == 4
+    line = markdown([row("a worker is killed", found, [8.0])]).splitlines()[-1]
+    assert "| a worker is killed; runs: 1 |" in line
 
 
 def test_the_spread_is_the_quartiles() -> None:

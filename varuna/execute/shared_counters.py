@@ -23,7 +23,7 @@ _NUMBERS_PER_LINE = LINE // 8
 
 
 class CounterPlace(NamedTuple):
-    """The place where other processes find the memory."""
+    """The path by which other processes open the memory, and its first bytes."""
 
     path: str  # "": there is none
     token: bytes
