@@ -109,6 +109,7 @@ class Accountant:
         if state.saved_step > ledger.saved_step:
             if ledger.phase == "running":
                 self._book_save(state.save_seconds)
+                ledger.write_seconds += state.write_seconds
             ledger.saved_step = state.saved_step
         steps = state.iteration - ledger.iteration
         if steps <= 0 or (not ledger.has_stepped and not state.step_seconds):
@@ -286,9 +287,12 @@ class Accountant:
         ledger.connected &= state.members.keys()
 
     def _note_join(self, name: str) -> None:
-        started = self._starts.pop(name)
-        if len(self.ledger.join_seconds) < MOST_JOINS:
-            self.ledger.join_seconds.append(self.ledger.at - started)
+        """The first joins of a job differ: all at once, and with nothing in any cache."""
+        started, periods = self._starts.pop(name), self.ledger.periods
+        is_first = not periods or started < periods[0].at
+        found = self.ledger.first_join_seconds if is_first else self.ledger.join_seconds
+        if len(found) < MOST_JOINS:
+            found.append(self.ledger.at - started)
 
     def _working_fractions(self, state: JobState) -> dict[str, float]:
         """Return the share of devices with a rank, of each machine of the generation."""
