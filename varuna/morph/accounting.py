@@ -47,7 +47,7 @@ class Accountant:
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
         known = (
             *(state.members, state.phase, state.generation, state.holding),
-            *(state.proposal, state.planning_for, state.preparation),
+            *(state.proposal, state.planning_for, state.preparation, state.waiting),
         )
         changed = len(self._known) != len(known) or any(
             a is not b for a, b in zip(known, self._known, strict=True)
@@ -235,6 +235,7 @@ class Accountant:
         paid_since, connected = ledger.paid_since, ledger.connected
         trains = state.phase in TRAINING and not state.holding
         joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
+        held = frozenset(state.waiting.split(", "))
         num_paid = num_at_work = 0
         working, self._next_welcome = 0.0, math.inf
         for name, member in state.members.items():  # a thousand machines, at each event
@@ -253,10 +254,13 @@ class Accountant:
             if trains and name in fractions:
                 num_at_work += 1
                 working += fractions[name]
-            elif not member.warm or name in joiners or (trains and clock < member.welcome_at):
+                continue
+            held_until = state.wait_over_at if name in held else 0.0
+            welcome_at = max(member.welcome_at, member.trial_until, held_until)
+            if not member.warm or name in joiners or (trains and clock < welcome_at):
                 shares.waiting += 1.0
-                if clock < member.welcome_at:
-                    self._next_welcome = min(self._next_welcome, member.welcome_at)
+                if clock < welcome_at:
+                    self._next_welcome = min(self._next_welcome, welcome_at)
             elif trains or member.leaves or member.dismissed_at is not None:
                 shares.idle += 1.0
             else:
