@@ -251,7 +251,8 @@ def test_a_spare_machine_is_idle_and_a_planned_change_costs_saving_and_morphing(
     assert world.accountant.ledger.interruptions[-1].kind == "change"
 
 
-def test_a_machine_in_a_time_out_waits_until_it_is_over() -> None:
+@pytest.mark.parametrize("reason", ["welcome_at", "trial_until", "joins later"])
+def test_a_machine_that_is_held_back_waits_until_it_is_welcome(reason: str) -> None:
     """B6, PRO-4: in a real job, the ledger has Unix time, and the manager's clock counts from the boot."""
     world = AccountedWorld("a", "b", stages=2)
     world.passes(1)
@@ -260,8 +261,12 @@ def test_a_machine_in_a_time_out_waits_until_it_is_over() -> None:
     world.passes(2, steps=1)
     spare = world.state.members["c"]
     assert spare.warm and world.state.phase == "running"
-    members = {**world.state.members, "c": msgspec.structs.replace(spare, welcome_at=world.now + 30)}
-    state = msgspec.structs.replace(world.state, members=members)
+    if reason == "joins later":
+        state = msgspec.structs.replace(world.state, waiting="c, d", wait_over_at=world.now + 30)
+    else:
+        held = msgspec.structs.replace(spare, **{reason: world.now + 30})
+        members = {**world.state.members, "c": held}
+        state = msgspec.structs.replace(world.state, members=members)
     ahead = 1.76e9
     accountant = Accountant(Ledger(begun_at=world.now + ahead, at=world.now + ahead), devices_per_machine=1)
     shares = []

@@ -10,6 +10,7 @@ from varuna.plan.search.choose import LayoutRequest
 from varuna.simulate.compare import POLICIES, Question, best_interval, compare, simulate_policy
 from varuna.simulate.costs import PUBLISHED_RESTART, Costs, calibrate
 from varuna.simulate.job import SimulatedJob
+from varuna.simulate.job_events import MeasuredEvents
 from varuna.simulate.page import simulation_page
 from varuna.simulate.planner import CachedPlanner
 from varuna.simulate.traces import MachineChange, MarketTrace
@@ -283,11 +284,32 @@ def test_costs_come_from_a_ledger_and_play_back_to_it() -> None:
     first = play(trace).ledger
     found = calibrate(first, source="itself")
     again = report_ledger(play(trace, found).ledger)
-    assert "write_seconds" in found.estimated
+    assert found.write_seconds == COSTS.write_seconds and "write_seconds" not in found.estimated
     assert found.join_seconds == pytest.approx(10) and found.start_seconds == pytest.approx(5, rel=0.05)
     assert again.goodput == pytest.approx(report_ledger(first).goodput, rel=0.02)
     with pytest.raises(ValueError, match="no change of machines"):
         calibrate(Ledger(), source="an empty ledger")
+
+
+def test_first_joins_are_measured_and_simulated_for_themselves() -> None:
+    """B5, PRO-3: the first machines take 30 s to start, later ones 3 s; a mean of both fits neither."""
+    costs = msgspec.structs.replace(COSTS, first_join_seconds=30.0, join_seconds=3.0)
+    trace = market(
+        MachineChange(0, added=("a", "b", "c")),
+        MachineChange(300, added=("d",)),
+        MachineChange(600, removed=("a",), added=("e",)),
+        end=900,
+    )
+    first = play(trace, costs, hot=True).ledger
+    assert amounts_by_cause(first)["waiting"] == pytest.approx(3 * 30 + 2 * (3 + 5), abs=3)
+    found = calibrate(first, source="itself", measured=MeasuredEvents(prepare_seconds=(5.0,)))
+    assert (found.first_join, found.join_seconds) == (pytest.approx(30), pytest.approx(3))
+    again = play(trace, found, hot=True).ledger
+    assert amounts_by_cause(again)["waiting"] == pytest.approx(amounts_by_cause(first)["waiting"], abs=1)
+    assert again.periods[0].at == pytest.approx(first.periods[0].at)
+    only_first = msgspec.structs.replace(first, join_seconds=[])
+    assert calibrate(only_first, source="no later join").join_seconds == pytest.approx(30)
+    assert Costs(join_seconds=4.0).first_join == 4.0
 
 
 def test_published_costs_are_valid_and_wrong_ones_are_refused() -> None:

@@ -52,7 +52,7 @@ class Accountant:
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
         known = (
             *(state.members, state.phase, state.generation, state.holding),
-            *(state.proposal, state.planning_for, state.preparation),
+            *(state.proposal, state.planning_for, state.preparation, state.waiting),
         )
         changed = len(self._known) != len(known) or any(
             a is not b for a, b in zip(known, self._known, strict=True)
@@ -114,6 +114,7 @@ class Accountant:
         if state.saved_step > ledger.saved_step:
             if ledger.phase == "running":
                 self._book_save(state.save_seconds)
+                ledger.write_seconds += state.write_seconds
             ledger.saved_step = state.saved_step
         steps = state.iteration - ledger.iteration
         if steps <= 0 or (not ledger.has_stepped and not state.step_seconds):
@@ -239,6 +240,7 @@ class Accountant:
         paid_since, connected = ledger.paid_since, ledger.connected
         trains = state.phase in TRAINING and not state.holding
         joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
+        held = frozenset(state.waiting.split(", "))
         self._next_welcome = math.inf
         members, unsteady = state.members, unsteady_members(state.members)
         unpaid = {member.name for member in unsteady if not self._is_paid(member)}
@@ -257,10 +259,12 @@ class Accountant:
             others.update(filterfalse(fractions.__contains__, members))
             others -= fractions.keys()
         for member in [members[name] for name in others - unpaid]:
-            if not member.warm or member.name in joiners or (trains and clock < member.welcome_at):
+            held_until = state.wait_over_at if member.name in held else 0.0
+            welcome_at = max(member.welcome_at, member.trial_until, held_until)
+            if not member.warm or member.name in joiners or (trains and clock < welcome_at):
                 shares.waiting += 1.0
-                if clock < member.welcome_at:
-                    self._next_welcome = min(self._next_welcome, member.welcome_at)
+                if clock < welcome_at:
+                    self._next_welcome = min(self._next_welcome, welcome_at)
             elif trains or member.leaves or member.dismissed_at is not None:
                 shares.idle += 1.0
             else:
@@ -294,9 +298,12 @@ class Accountant:
         ledger.connected &= state.members.keys()
 
     def _note_join(self, name: str) -> None:
-        started = self._starts.pop(name)
-        if len(self.ledger.join_seconds) < MOST_JOINS:
-            self.ledger.join_seconds.append(self.ledger.at - started)
+        """The first joins of a job differ: all at once, and with nothing in any cache."""
+        started, periods = self._starts.pop(name), self.ledger.periods
+        is_first = not periods or started < periods[0].at
+        found = self.ledger.first_join_seconds if is_first else self.ledger.join_seconds
+        if len(found) < MOST_JOINS:
+            found.append(self.ledger.at - started)
 
     def _working_fractions(self, state: JobState) -> dict[str, float]:
         """Return the share of devices with a rank, of each machine of the generation."""

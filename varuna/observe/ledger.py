@@ -86,8 +86,10 @@ class Ledger(msgspec.Struct, kw_only=True):
     samples: int = 0
     saves: int = 0
     save_seconds: float = 0.0  # of all automatic saves
+    write_seconds: float = 0.0  # after that, until they were complete: training went on
     step_seconds: float = 0.0  # the last one
-    join_seconds: list[float] = []  # from the start of an agent until its machine is ready
+    first_join_seconds: list[float] = []  # of agents that started before the first generation did
+    join_seconds: list[float] = []  # of the others: from the start of an agent until its machine is ready
     prices: dict[str, float] = {}  # per machine-hour, by name or pattern
     on_demand_price: float = 0.0
 

@@ -18,6 +18,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     source: str = "assumed"
     join_seconds: float = 8.0  # from a new machine until its agent is ready; the others train meanwhile
+    first_join_seconds: float | None = None  # the same before the job has started; None: join_seconds
     detect_seconds: float = ManagerSettings().lost_seconds  # from the loss of a machine to its detection
     end_seconds: float = 0.1  # to kill all workers
     gather_seconds: float = 0.2  # to plan, and to find the newest checkpoint
@@ -31,6 +32,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     saves_on_request: bool = True  # False: a planned change goes back to the last automatic save
     steps: Mapping[int, float] = {}  # step time by number of machines, where no profile is given
     estimated: tuple[str, ...] = ()  # numbers above that the log does not show: defaults
+
+    @property
+    def first_join(self) -> float:
+        return self.join_seconds if self.first_join_seconds is None else self.first_join_seconds
 
     @property
     def first_start(self) -> float:
@@ -112,7 +117,8 @@ def calibrate(ledger: Ledger, *, source: str, measured: MeasuredEvents | None = 
     ]
     measured = measured or MeasuredEvents()
     found: dict[str, Sequence[float]] = {
-        "join_seconds": ledger.join_seconds,
+        "first_join_seconds": ledger.first_join_seconds,
+        "join_seconds": ledger.join_seconds or ledger.first_join_seconds,
         "detect_seconds": measured.detect_seconds,
         "end_seconds": [one.seconds["ending"] for one in losses if "ending" in one.seconds],
         "gather_seconds": [one.seconds.get("gathering", 0.0) for one in restarts],
@@ -125,6 +131,7 @@ def calibrate(ledger: Ledger, *, source: str, measured: MeasuredEvents | None = 
         ],
         "morph_seconds": measured.morph_seconds or pauses,
         "save_seconds": [ledger.save_seconds / ledger.saves] if ledger.saves else [],
+        "write_seconds": [ledger.write_seconds / ledger.saves] if ledger.write_seconds else [],
     }
     known = {name: round(mean(values), 4) for name, values in found.items() if values}
     default = Costs()

@@ -325,7 +325,8 @@ class SimulatedMachines:
             self._alive.add(agent)
             return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
 
-        self._push(now + self._costs.join_seconds, join)
+        starts = self._costs.join_seconds if self._has_launched else self._costs.first_join
+        self._push(now + starts, join)
 
     def _end_agent(self, machine: str, now: float) -> None:
         self._starting.discard(machine)
@@ -477,6 +478,7 @@ class SimulatedJob(SimulatedMachines):
             step_seconds=training.step_seconds if steps else 0.0,
             saved_step=self._written_step,
             save_seconds=self._costs.save_seconds,
+            write_seconds=self._costs.write_seconds,
             store=STORE,
             generation=training.number,
             hot=self.state.settings.hot,

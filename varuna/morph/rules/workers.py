@@ -140,6 +140,7 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
         store=next((worker.store for worker in progress if worker.store), state.store),
         saved_step=max(state.saved_step, saved.saved_step),
         save_seconds=saved.save_seconds or state.save_seconds,
+        write_seconds=saved.write_seconds or state.write_seconds,
         save_every_seconds=max(w.save_every_seconds for w in progress) or state.save_every_seconds,
     )
 

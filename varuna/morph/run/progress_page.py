@@ -16,7 +16,7 @@ from varuna.files import open_private
 from varuna.morph.state import CodeIdentity, MorphParts, WorkerProgress
 
 PAGE = 8192
-_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqqd")  # in the order of SharedProgressWriter._write
+_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqqdd")  # in the order of SharedProgressWriter._write
 _COPY_OF = struct.Struct("<q")
 _COPY_OF_AT = 19 * _COPY_OF.size  # its place in _NUMBERS, whose fields have 8 bytes each
 _TEXT = struct.Struct("<H")
@@ -66,8 +66,8 @@ class ProgressWriter:
     def note(self, text: str) -> None:
         """Note what the user must know about the loaded checkpoint; the manager logs it."""
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Note a complete checkpoint that blocked training for `seconds`."""
+    def saved(self, step: int, seconds: float, *, write_seconds: float = 0.0) -> None:
+        """Note a complete checkpoint that blocked training for `seconds`, and was written after that."""
 
     def saves_every(self, seconds: float) -> None:
         """Note the autosave interval; 0: off."""
@@ -100,7 +100,8 @@ class SharedProgressWriter(ProgressWriter):
         self._steps = self._iteration = self._activity = self._failed_saves = self._missing_samples = 0
         self._in_step = self._on_demand = False
         self._saved_step = -1
-        self._compute_seconds = self._step_seconds = self._save_seconds = self._save_every_seconds = 0.0
+        self._compute_seconds = self._step_seconds = self._save_every_seconds = 0.0
+        self._save_seconds = self._write_seconds = 0.0
         self._hot, self._waits = 0, False
         self._copy_of: int | None = None
         environment = VarunaEnvironment.read(os.environ)
@@ -159,9 +160,9 @@ class SharedProgressWriter(ProgressWriter):
     def note(self, text: str) -> None:
         self._write_text(_NOTE_AT, text.encode()[:MAX_NOTE])
 
-    def saved(self, step: int, seconds: float) -> None:
+    def saved(self, step: int, seconds: float, *, write_seconds: float = 0.0) -> None:
         self._saved_step = max(self._saved_step, step)
-        self._save_seconds = seconds
+        self._save_seconds, self._write_seconds = seconds, write_seconds
         self.alive()
 
     def saves_every(self, seconds: float) -> None:
@@ -224,6 +225,7 @@ class SharedProgressWriter(ProgressWriter):
             0 if self._copy_of is None else self._copy_of + 1,
             self._missing_samples,
             self._left,
+            self._write_seconds,
         )
 
 
@@ -253,7 +255,9 @@ class ProgressReader:
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers[:11]
-        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing, left = numbers[11:]
+        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing, left, write = numbers[
+            11:
+        ]
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -265,6 +269,7 @@ class ProgressReader:
             step_seconds=step,
             saved_step=saved if activity else -1,
             save_seconds=save,
+            write_seconds=write,
             save_every_seconds=every,
             store=self._read_text(_TEXT_AT, MAX_TEXT),
             note=self._read_text(_NOTE_AT, MAX_NOTE),

@@ -70,7 +70,7 @@ class Saver:
 
         def report(ended: "Future[str]", progress: ProgressWriter = self._progress) -> None:
             if ended.exception() is None:
-                progress.saved(step, seconds)
+                progress.saved(step, seconds, write_seconds=time.perf_counter() - started - seconds)
 
         done.add_done_callback(report)
         return done
