@@ -86,15 +86,10 @@ class MarketAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def play_market(options: MarketOptions) -> None:
     """Carry out `varuna simulate` for a trace, or for the calibration of costs alone."""
-    if options.trace is None and options.best_interval:
-        raise ValueError("--best-interval plays a trace of machines: give --trace FILE")
+    if options.trace is None:
+        _check_calibration_alone(options)
     costs = _costs(options)
     if options.trace is None:
-        if options.calibrate is None:
-            raise ValueError(
-                "give PROFILE and PLAN to simulate a step, --trace FILE to play a trace of machines, or "
-                "--calibrate LOGDIR to measure costs"
-            )
         if options.out is None:
             typer.echo(encode(costs))
         return
@@ -149,6 +144,16 @@ def play_market(options: MarketOptions) -> None:
         typer.echo(encode(answer))
     else:
         _show(answer, planner)
+
+
+def _check_calibration_alone(options: MarketOptions) -> None:
+    if options.best_interval:
+        raise ValueError("--best-interval plays a trace of machines: give --trace FILE")
+    if options.calibrate is None:
+        raise ValueError(
+            "give PROFILE and PLAN to simulate a step, --trace FILE to play a trace of machines, or "
+            "--calibrate LOGDIR to measure costs"
+        )
 
 
 def _costs(options: MarketOptions) -> Costs:
