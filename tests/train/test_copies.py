@@ -277,6 +277,46 @@ def test_the_interval_makes_up_for_the_first_copy(monkeypatch: pytest.MonkeyPatc
     assert mirror.num_started >= 5 and 0.5 * (mirror.num_started - 1) <= 0.01 * now
 
 
+def test_what_the_first_copy_costs_more_puts_no_later_copy_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOT-3: nor do the connection, a wait for another rank, and the looks themselves."""
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def connect(model: Any) -> bool:
+        take(30.0)
+        held._mirror = mirror  # type: ignore[assignment]
+        return True
+
+    def gather(numbers: list[float]) -> list[list[float]]:
+        take(0.02)  # this rank waits for the other one, which comes last
+        return [numbers, [*numbers[:3], 0.01]]
+
+    def copy(step: int, *_: Any) -> SimpleNamespace:
+        take(0.0966 if copied else 5.0)
+        copied.append(step)
+        return SimpleNamespace(step=step, memory=None)
+
+    copied = list[int]()
+    mirror: Any = InstantMirror()
+    mirror.thread_seconds = 0.0
+    session: Any = SimpleNamespace(rank=0, ranks=[0, 1], gather_numbers=gather)
+    model: Any = SimpleNamespace(_trainer=SimpleNamespace(iteration=0), _progress=Page())
+    held = StateCopies(session, ["one", "other"])
+    monkeypatch.setattr(held, "_connect", connect)
+    monkeypatch.setattr(copies, "state_units", lambda model: {})
+    monkeypatch.setattr(copies, "take_snapshot", copy)
+    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: now))
+    for step in range(400):
+        model._trainer.iteration = step
+        held.visit(model)
+        take(2.0 if step == 0 else 0.1)
+    # 0.0966 s for the copy and 0.02 s for two messages are 1 % of 116.6 steps.
+    assert copied == [0, 16, 133, 250, 367] and held.interval == 117
+
+
 def test_copies_need_the_memory_of_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """HOT-3: also where the launcher does not set LOCAL_WORLD_SIZE."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

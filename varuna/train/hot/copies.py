@@ -8,7 +8,8 @@ A rank tells the manager that it has a copy as soon as the first one has arrived
 All ranks copy their state before the same step. The copies of a step count once all ranks know that all of
 them are whole; until then the last ones stay. If one arrives damaged, all ranks copy again. So after a loss,
 all survivors have a copy of the same step, and one of them has that of the lost rank. N is chosen from
-measured times: the copies cost at most 1 % of the steps between them.
+measured times: the copies cost at most 1 % of the steps between them. The first copy is a rehearsal: what it
+costs more than others (new memory, imports) must not decide N. So the second one follows after a few steps.
 """
 
 import logging
@@ -40,6 +41,10 @@ log = logging.getLogger("varuna")
 
 MOST_COST = 0.01
 """The share of the step time that copies may take."""
+REHEARSAL_STEPS = 16
+"""Steps after which the second copy is made, if not earlier."""
+LOOKS = 2
+"""Gathers for a copy: one finds it whole and chooses the interval, the other one begins the next copy."""
 COPIES_IN_MEMORY = 4
 """Own copy and that of another rank; each twice, since the last ones stay until the next ones count."""
 
@@ -92,8 +97,10 @@ class StateCopies:
         self._pending: CopyPair | None = None
         self._spare: CopyPair | None = None  # memory for the next copies
         self._visit_at = -1  # step; -1: the next one
-        self._since = (0, 0.0)  # step and time at the last copy
-        self._blocked_seconds = 0.0  # since the last copy
+        self._num_copies = 0
+        self._since = (0, 0.0)  # step of the last copy, and the time after it
+        self._copy_seconds = 0.0  # in which the last copy stopped the training
+        self._look_seconds = math.inf  # the shortest gather so far
         self._has_failed = False  # an exchange, on any rank, as all ranks know
         self.interval = 0  # steps between two copies; 0: not measured yet
         self.is_off = False
@@ -116,14 +123,15 @@ class StateCopies:
         step = model._trainer.iteration
         if self.is_off or step < self._visit_at:
             return
-        started = time.perf_counter()
         if self._mirror is None and not self._connect(model):
             self.is_off = True
             return
-        if self._agree(step, started, model._progress):
+        if self._agree(step, model._progress):
+            started = time.perf_counter()
             self._copy(model, step)
-            self._since, self._blocked_seconds = (step, time.perf_counter()), 0.0
-        self._blocked_seconds += time.perf_counter() - started
+            ended = time.perf_counter()
+            self._since, self._copy_seconds = (step, ended), ended - started
+            self._num_copies += 1
 
     def _connect(self, model: "Varuna") -> bool:
         """Connect to the rank that holds this rank's copy, and to the one whose copy this rank holds."""
@@ -163,14 +171,26 @@ class StateCopies:
         is_whole = self._pending is not None and self._pending.is_whole
         return ExchangeState.WHOLE if is_whole else ExchangeState.DAMAGED
 
-    def _agree(self, step: int, now: float, progress: ProgressWriter) -> bool:
+    def _measured_interval(self, numbers: Sequence[Sequence[float]]) -> int:
+        """Return the number of steps between two copies, from the seconds of all ranks.
+
+        The last rank to arrive at a gather does not wait in it: the shortest one is the cost of the message.
+        Its cost does not depend on how often the ranks look, or each look would put the next copy off.
+        """
+        copy_seconds, step_seconds, look_seconds = zip(*numbers, strict=True)
+        interval = choose_interval(max(copy_seconds) + LOOKS * min(look_seconds), min(step_seconds))
+        return min(interval, REHEARSAL_STEPS) if self._num_copies == 1 else interval
+
+    def _agree(self, step: int, progress: ProgressWriter) -> bool:
         """Count whole copies, choose the interval, and return whether to copy the state now."""
         assert self._mirror is not None
         own = self._exchange_state()
         since, began = self._since
-        cost = self._blocked_seconds + self._mirror.thread_seconds
-        seconds = max(now - began - self._blocked_seconds, 0.0) / max(step - since, 1)
-        numbers = self._session.gather_numbers([own, cost, seconds])
+        started = time.perf_counter()
+        cost = self._copy_seconds + self._mirror.thread_seconds
+        seconds = (started - began) / max(step - since, 1)
+        numbers = self._session.gather_numbers([own, cost, seconds, self._look_seconds])
+        self._look_seconds = min(self._look_seconds, time.perf_counter() - started)
         states = [ExchangeState(int(number)) for number, *_ in numbers]
         if ExchangeState.FAILED in states:
             self._note_failure(step, states, progress)
@@ -179,7 +199,7 @@ class StateCopies:
             self._visit_at = step + 1
             return True
         if ExchangeState.UNDER_WAY in states:
-            self._visit_at = step + max(1, (self.interval or step - since) // 4)
+            self._visit_at = step + max(1, max(self.interval, step - since) // 4)
             return False
         is_damaged = ExchangeState.DAMAGED in states
         if is_damaged:
@@ -191,7 +211,7 @@ class StateCopies:
                 progress.holds_copy_of(None)
         elif self._counted is None or self._counted.own.step < self._pending.own.step:
             self._spare, self._counted = self._counted, self._pending
-        self.interval = choose_interval(max(one[1] for one in numbers), min(one[2] for one in numbers))
+        self.interval = self._measured_interval([one[1:] for one in numbers])
         due = since + self.interval
         is_due = is_damaged or step >= due
         self._visit_at = step + max(1, self.interval // 2) if is_due else due
