@@ -200,10 +200,11 @@ def test_few_machines_are_looked_at_and_all_decisions_are_the_same(
         greedy=greedy,
     )
     with (
-        mock.patch("varuna.simulate.job.decide_all", decide_twice),
-        mock.patch.object(Accountant, "_divide", divide_twice),
+        mock.patch("varuna.simulate.job.decide_all", side_effect=decide_twice) as decided,
+        mock.patch.object(Accountant, "_divide", autospec=True, side_effect=divide_twice) as divided,
     ):
         job.run()
+    assert decided.called and divided.called
 
 
 @given(st.data())

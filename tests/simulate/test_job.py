@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from tests.morph.test_accounting import check_accounts
 from varuna.observe.ledger import Ledger, amounts_by_cause, paid_seconds, report_ledger
@@ -255,8 +255,7 @@ def test_every_policy_books_all_machine_seconds_of_any_market(
 ) -> None:
     """B5, PRO-3, PRO-4: the causes add up to what is paid, which is what the market lent."""
     plans = planner(stages)
-    if trace.most_machines < stages:
-        return
+    assume(trace.most_machines >= stages)
     prices = {"p0": 36.0, "p1": 7.2, "*": 3.6}
     question = Question(trace=trace, costs=COSTS, notice_seconds=notice, hot=stages % 2 == 0, prices=prices)
     ledger = simulate_policy(policy, question, plans)  # type: ignore[arg-type]
