@@ -47,6 +47,20 @@ def test_a_trace_is_played_with_a_profile(cli: Cli, tmp_path: Path, trace: Path)
     assert "<svg" in page.read_text() and picture.read_text().startswith("<svg")
     assert cli(*asked, "--policies", "varuna,on-demand") == 0
     assert "goodput" in cli.out and "torchrun" not in cli.out and "best fixed save interval" in cli.out
+    assert cli(*asked) == 0
+    lines = cli.out.splitlines()
+    for one in found["policies"]:
+        (line,) = [line for line in lines if line.startswith(f"{one['policy']}: ")]
+        assert line.endswith(f"; costs: {one['costs']}"), line
+    rows = [
+        line.split()[:2]
+        for line in lines
+        if line.split(" ")[0] in {one["policy"] for one in found["policies"]}
+    ]
+    assert rows == [
+        *(["varuna", "assumed"], ["restart", "published"], ["torchrun", "torchrun"]),
+        *(["drop-replicas", "assumed"], ["on-demand", "assumed"]),
+    ]
 
 
 def test_the_best_save_interval_is_shown_however_long_planning_took(

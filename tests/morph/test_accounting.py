@@ -1,5 +1,7 @@
 """The ledger: every paid machine-second has one cause, whatever happens to the job (B6, PRO-4)."""
 
+from collections.abc import Mapping
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -15,17 +17,41 @@ from varuna.observe.ledger import (
     amounts_by_cause,
     ledger_lines,
     paid_seconds,
+    price_of,
     read_prices,
     report_ledger,
 )
 from varuna.observe.ledger_page import machine_table, money_table
 
+PRICES = {"a": 36.0, "c": 7.2, "*": 3.6}
+
+
+def check_accounts(ledger: Ledger) -> None:
+    """Each price has the time of its machines, and all prices together have the time of the job."""
+    if not ledger.by_price:
+        return
+    paid = paid_seconds(ledger)
+    for price, account in ledger.by_price.items():
+        booked = sum(account.amounts.values()) + account.pending
+        expected = sum(seconds for name, seconds in paid.items() if price_of(name, ledger.prices) == price)
+        assert booked == pytest.approx(expected, abs=1e-6), price
+        assert account.pending >= 0
+    for cause, amount in ledger.amounts.items():
+        parts = sum(account.amounts.get(cause, 0.0) for account in ledger.by_price.values())
+        assert parts == pytest.approx(amount, abs=1e-6), cause
+    money = report_ledger(ledger).money
+    assert money is not None and money.averaged_seconds == 0
+    assert money.useful + sum(money.lost.values()) == pytest.approx(money.paid, abs=1e-6)
+
 
 class AccountedWorld(World):
     """A simulated job with a ledger."""
 
-    def __init__(self, *machines: str, stages: int = 1, hot: bool = False) -> None:
-        self.accountant = Accountant(Ledger(begun_at=100.0, at=100.0), devices_per_machine=1)
+    def __init__(
+        self, *machines: str, stages: int = 1, hot: bool = False, prices: Mapping[str, float] | None = None
+    ) -> None:
+        ledger = Ledger(begun_at=100.0, at=100.0, prices=dict(prices or {}))
+        self.accountant = Accountant(ledger, devices_per_machine=1)
         super().__init__(machines, stages=stages, hot=hot)
 
     def happens(self, event: events.Event) -> None:
@@ -38,6 +64,7 @@ class AccountedWorld(World):
         assert sum(amounts.values()) == pytest.approx(paid, abs=1e-6)
         assert all(amount >= -1e-6 for amount in amounts.values()), amounts
         assert msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger) == ledger
+        check_accounts(ledger)
         return dict(amounts)
 
 
@@ -290,15 +317,19 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(ACTIONS, st.integers(1, 2), st.booleans(), st.booleans())
+@given(ACTIONS, st.integers(1, 2), st.booleans(), st.booleans(), st.sampled_from([{}, PRICES]))
 def test_all_machine_seconds_are_booked_once(
-    actions: list[tuple[str, str, float]], stages: int, hot: bool, copies: bool
+    actions: list[tuple[str, str, float]],
+    stages: int,
+    hot: bool,
+    copies: bool,
+    prices: dict[str, float],
 ) -> None:
     """B6, PRO-4: the causes add up to the paid time after any sequence of events, also if workers morph.
 
     "morphs": workers carry no orders out from then on, or do so again.
     """
-    world = AccountedWorld("a", "b", stages=stages, hot=hot)
+    world = AccountedWorld("a", "b", stages=stages, hot=hot, prices=prices)
     world.copies = copies
     listed = {"a", "b"}
     for action, machine, seconds in actions:
@@ -343,11 +374,11 @@ def test_a_restarted_manager_continues_the_ledger() -> None:
 
 def test_money_follows_from_prices_by_name_and_pattern() -> None:
     """B6, PRO-4"""
-    world = AccountedWorld("a", "b")
+    prices = read_prices("machine,price\na, 3.6\n*,1.8  # others\n", source="prices")
+    world = AccountedWorld("a", "b", prices=prices)
     world.passes(1)
     world.passes(100, steps=1)
     ledger = world.accountant.ledger
-    ledger.prices = read_prices("machine,price\na, 3.6\n*,1.8  # others\n", source="prices")
     ledger.on_demand_price = 7.2
     report = report_ledger(ledger)
     assert report.money is not None and report.money.on_demand is not None
@@ -358,6 +389,50 @@ def test_money_follows_from_prices_by_name_and_pattern() -> None:
     assert report.money.unpriced == () and len(ledger_lines(report)) == 2
 
 
+def test_money_by_cause_is_that_of_the_machines_that_spent_the_time() -> None:
+    """B6, PRO-4: an idle machine that costs a tenth makes a tenth of the loss, in a restarted manager too."""
+    world = AccountedWorld("a", "b", stages=2, prices={"c": 0.36, "*": 3.6})
+    world.passes(1)
+    world.passes(2, steps=1)
+    world.happens(events.MachineListRead(("a", "b", "c")))
+    world.passes(10, steps=1)
+    kept = msgspec.json.encode(world.accountant.ledger)
+    world.accountant = Accountant(msgspec.json.decode(kept, type=Ledger), devices_per_machine=1)
+    world.passes(10, steps=1)
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert 19 < amounts["idle"] <= 20
+    money = report_ledger(ledger).money
+    assert money is not None and money.averaged_seconds == 0
+    assert money.lost["idle"] == pytest.approx(amounts["idle"] * 0.36 / 3600)
+    assert money.useful == pytest.approx(amounts["useful"] * 3.6 / 3600)
+    ledger.prices = {"c": 7.2, "*": 1.8}  # of the same groups of machines
+    money = report_ledger(ledger).money
+    assert money is not None and money.averaged_seconds == 0
+    assert money.lost["idle"] == pytest.approx(amounts["idle"] * 7.2 / 3600)
+
+
+def test_prices_that_the_job_did_not_have_are_averaged_over_causes_and_the_ledger_says_so() -> None:
+    """B6, PRO-4: the ledger knows neither which causes b had, nor those before its manager had a table."""
+    world = AccountedWorld("a", "b", prices={"*": 3.6})
+    world.passes(1)
+    world.passes(10, steps=1)
+    ledger = world.accountant.ledger
+    assert ledger.by_price == {} and len(ledger_lines(report_ledger(ledger))) == 2
+    before = sum(amounts_by_cause(ledger).values())
+    ledger.prices = {"a": 3.6, "*": 7.2}
+    report = report_ledger(ledger)
+    assert report.money is not None and report.money.averaged_seconds == pytest.approx(before)
+    assert report.money.useful == pytest.approx(report.useful_seconds * 5.4 / 3600)
+    assert "have the mean price of the machines" in ledger_lines(report)[-1]
+    assert "have the mean price of the machines" in money_table(report)
+    world.accountant = Accountant(ledger, devices_per_machine=1)
+    world.passes(10, steps=1)
+    money = report_ledger(ledger).money
+    assert money is not None and before <= money.averaged_seconds < before + 1
+    assert money.paid == pytest.approx(sum(paid_seconds(ledger).values()) / 2 * (3.6 + 7.2) / 3600)
+    assert money.useful + sum(money.lost.values()) == pytest.approx(money.paid)
+
+
 def test_machines_without_a_price_are_named() -> None:
     """B6, PRO-4: a table that does not fit is not a cheaper job."""
     paid = {"a": 3600.0, **{f"node{index}": 3600.0 for index in range(10)}}
@@ -365,10 +440,9 @@ def test_machines_without_a_price_are_named() -> None:
     report = report_ledger(ledger)
     assert report.money is not None and report.money.paid == 2.0
     assert report.money.unpriced == tuple(f"node{index}" for index in range(10))
-    last = ledger_lines(report)[-1]
-    assert (
-        last.startswith("money: no price for node0, node1, ") and "node7 and 2 more: counted as free" in last
-    )
+    line = ledger_lines(report)[2]
+    assert line.startswith("money: no price for node0, node1, ")
+    assert "node7 and 2 more: counted as free" in line
     assert "no price for node0" in money_table(report) and ">-</td>" in machine_table(ledger)
 
 

@@ -3,8 +3,9 @@
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
+from tests.morph.test_accounting import check_accounts
 from varuna.observe.ledger import Ledger, amounts_by_cause, paid_seconds, report_ledger
 from varuna.plan.search.choose import LayoutRequest
 from varuna.simulate.compare import POLICIES, Question, best_interval, compare, simulate_policy
@@ -254,11 +255,13 @@ def test_every_policy_books_all_machine_seconds_of_any_market(
 ) -> None:
     """B5, PRO-3, PRO-4: the causes add up to what is paid, which is what the market lent."""
     plans = planner(stages)
-    if trace.most_machines < stages:
-        return
-    question = Question(trace=trace, costs=COSTS, notice_seconds=notice, hot=stages % 2 == 0)
+    assume(trace.most_machines >= stages)
+    prices = {"p0": 36.0, "p1": 7.2, "*": 3.6}
+    question = Question(trace=trace, costs=COSTS, notice_seconds=notice, hot=stages % 2 == 0, prices=prices)
     ledger = simulate_policy(policy, question, plans)  # type: ignore[arg-type]
     check(ledger)
+    assert bool(ledger.by_price) == (policy != "on-demand")
+    check_accounts(ledger)
     if policy in ("varuna", "restart"):
         paid = sum(paid_seconds(ledger).values())
         removals = sum(len(change.removed) for change in trace.changes)

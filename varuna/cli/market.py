@@ -1,5 +1,6 @@
 """`varuna simulate --trace FILE`: plays a trace of spot machines through the manager's decisions."""
 
+import re
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import get_args
 
 import msgspec
 import typer
+from rich.text import Text
 
 from varuna.cli.ledger import prices_of
-from varuna.cli.options import warn
+from varuna.cli.options import printable, warn
 from varuna.codec import encode
 from varuna.errors import check_name
 from varuna.files import write_atomic
@@ -36,6 +38,8 @@ from varuna.simulate.page import simulation_page
 from varuna.simulate.planner import CachedPlanner
 from varuna.simulate.traces import MarketTrace, read_trace
 
+SOURCE_LETTERS = 20
+"""Length of the source of costs in the table; the line below has all of it."""
 QUICK_SECONDS = 3.0
 """A simulation that takes less, without its plans, is repeated to find the best save interval."""
 
@@ -250,13 +254,16 @@ def _show(answer: MarketAnswer, planner: CachedPlanner) -> None:
     if answer.costs.estimated:
         typer.echo(f"costs that were not measured: {', '.join(answer.costs.estimated)}")
     table = tables.table(
-        *("policy", "goodput>", "samples/s>", "interruptions>"), *(f"{cause}>" for cause in LOST), "cost>"
+        *("policy", "costs", "goodput>", "samples/s>", "interruptions>"),
+        *(f"{cause}>" for cause in LOST),
+        "cost>",
     )
     for one in answer.policies:
         report = one.report
         total = report.paid_seconds or 1.0
         table.add_row(
             one.policy,
+            Text(printable(re.split("[:,]", one.costs)[0][:SOURCE_LETTERS])),
             f"{report.goodput:.2%}",
             f"{one.samples_per_second:,.4g}",
             str(report.interruptions),
@@ -266,7 +273,7 @@ def _show(answer: MarketAnswer, planner: CachedPlanner) -> None:
     console = tables.console()
     console.print(table)
     for one in answer.policies:
-        typer.echo(f"{one.policy}: {MEANINGS[one.policy]}")
+        typer.echo(f"{one.policy}: {MEANINGS[one.policy]}; costs: {printable(one.costs)}")
     if answer.save_intervals:
         best = answer.save_intervals[0]
         typer.echo(f"best fixed save interval: {best.seconds:.0f} s ({best.goodput:.2%})")

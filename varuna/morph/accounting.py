@@ -10,15 +10,27 @@ paid again when an agent connects.
 """
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import filterfalse
+from typing import Literal
 
 from varuna.morph.failures import shorten_reason
 from varuna.morph.members import unsteady_members
 from varuna.morph.reports import distinct_reports
 from varuna.morph.state import Generation, JobState, Member
-from varuna.observe.ledger import Cause, Interruption, InterruptionKind, LayoutPeriod, Ledger, Shares
+from varuna.observe.ledger import (
+    ROUNDING,
+    Accounts,
+    Cause,
+    Interruption,
+    InterruptionKind,
+    LayoutPeriod,
+    Ledger,
+    Shares,
+)
 
+Place = Literal["between", "waiting", "idle"]
 TRAINING = ("running", "morphing", "saving")
 PARTS = {"running": "starting"}
 """Parts of an interruption have the names of phases, but for this one."""
@@ -28,12 +40,16 @@ MOST_JOINS = 1000
 
 class Accountant:
     def __init__(self, ledger: Ledger, *, devices_per_machine: int) -> None:
+        """Each price has an account of its own, if the ledger's prices differ between machines."""
         self.ledger = ledger
+        self._accounts = Accounts(ledger)
+        self._num_paid: Counter[float | None] = Counter()
+        self._count_paid(ledger.paid_since, 1)
         self._devices = devices_per_machine
         self._starts: dict[str, float] = {}  # first agent of a machine is starting since then
         self._known: tuple[object, ...] = ()
         self._fractions: dict[str, float] = {}  # machines of the generation: share of devices with a rank
-        self._total_fraction = 0.0  # of all of them
+        self._total_fractions = dict.fromkeys(self._accounts, 0.0)  # their sum, by account
         self._fractions_of = -1
         self._next_welcome = math.inf  # a machine waits until then, by the clock of `decide`
 
@@ -65,11 +81,14 @@ class Accountant:
 
     def _book(self, seconds: float) -> None:
         ledger, shares = self.ledger, self.ledger.shares
-        ledger.pending += shares.working * seconds
-        ledger.add("idle", shares.idle * seconds)
-        ledger.add("waiting", shares.waiting * seconds)
+        for account in self._accounts.values():
+            account.pending += account.shares.working * seconds
+            account.add("idle", account.shares.idle * seconds)
+            account.add("waiting", account.shares.waiting * seconds)
+            if account.shares.between:
+                account.add(account.shares.between_cause, account.shares.between * seconds)
         if shares.between:
-            self._lose(shares.between_cause, shares.between * seconds)
+            self._blame(shares.between_cause, shares.between * seconds)
         if ledger.interruptions and (ledger.phase != "running" or not ledger.has_stepped or ledger.holding):
             parts = ledger.interruptions[-1].seconds
             part = PARTS.get(ledger.phase, ledger.phase)
@@ -77,16 +96,31 @@ class Accountant:
                 part = "waiting"
             parts[part] = parts.get(part, 0.0) + seconds
 
-    def _lose(self, cause: Cause, machine_seconds: float) -> None:
-        """Book time that the last interruption has cost."""
-        self.ledger.add(cause, machine_seconds)
+    def _blame(self, cause: Cause, machine_seconds: float) -> None:
+        """Note time that the last interruption has cost."""
         if self.ledger.interruptions:
             self.ledger.interruptions[-1].add(cause, machine_seconds)
+
+    def _settle(self, cause: Cause, machine_seconds: float) -> None:
+        """Book a part of the pending time; it is the same part of each account."""
+        if not self.ledger.pending:
+            return
+        part = machine_seconds / self.ledger.pending
+        if part > 1 - ROUNDING:
+            part = 1.0
+        for account in self._accounts.values():
+            moved = account.pending * part
+            account.pending -= moved
+            account.add(cause, moved)
+
+    def _lose(self, cause: Cause, machine_seconds: float) -> None:
+        """Book pending time that the last interruption has cost."""
+        self._settle(cause, machine_seconds)
+        self._blame(cause, machine_seconds)
 
     def _lose_pending(self, cause: Cause) -> None:
         if self.ledger.pending:
             self._lose(cause, self.ledger.pending)
-            self.ledger.pending = 0.0
 
     # ------------------------------------------------------------ progress and phases
 
@@ -136,8 +170,7 @@ class Accountant:
             repeated = finished * redone / steps
             self._lose("redoing", repeated)
             finished -= repeated
-        ledger.add("useful", finished)
-        ledger.pending = unfinished
+        self._settle("useful", finished)
         ledger.steps += steps - redone
         ledger.steps_redone += redone
         full, missing = steps * state.generation.layout.batch_size, self._missing_samples(state)
@@ -158,16 +191,20 @@ class Accountant:
         """Book an automatic save. Its end is reported later, so its time may be booked as useful."""
         self.ledger.saves += 1
         self.ledger.save_seconds += seconds
-        self.ledger.add("saving", self._take(seconds))
+        self._book_pause("saving", seconds)
 
-    def _take(self, seconds: float) -> float:
-        """Take back the machine-seconds of a pause, which may be booked as useful; return them."""
+    def _book_pause(self, cause: Cause, seconds: float) -> float:
+        """Book a pause of the working machines, which may be booked as useful; return its machine-seconds."""
         ledger = self.ledger
-        cost = seconds * ledger.shares.working
+        working = ledger.shares.working
+        cost = seconds * working
         late = min(cost, ledger.pending)
         early = min(cost - late, ledger.amounts.get("useful", 0.0))
-        ledger.pending -= late
-        ledger.add("useful", -early)
+        self._settle(cause, late)
+        for account in self._accounts.values() if early else ():
+            taken = early * account.shares.working / working
+            account.add("useful", -taken)
+            account.add(cause, taken)
         return late + early
 
     def _change_phase(self, state: JobState, number: int) -> None:
@@ -179,7 +216,7 @@ class Accountant:
             if state.morph_lost:  # the step that was interrupted runs again
                 self._lose_pending("redoing")
         elif before == "morphing" and state.phase == "running":
-            self._lose("morphing", self._take(_morph_pause(state)))
+            self._blame("morphing", self._book_pause("morphing", _morph_pause(state)))
             ledger.periods[-1].first_step_at = ledger.at
             ledger.iteration = min(ledger.iteration, state.iteration)  # they may have gone back to copies
         elif before in TRAINING and (state.phase not in TRAINING or changed):
@@ -234,54 +271,92 @@ class Accountant:
 
     def _divide(self, state: JobState, clock: float) -> None:
         """Divide the paid machines by what happens to their time from now on."""
-        ledger = self.ledger
-        shares = Shares(between_cause=_between_cause(state))
         fractions = self._working_fractions(state)
-        paid_since, connected = ledger.paid_since, ledger.connected
         trains = state.phase in TRAINING and not state.holding
         joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
         held = frozenset(state.waiting.split(", "))
         self._next_welcome = math.inf
         members, unsteady = state.members, unsteady_members(state.members)
         unpaid = {member.name for member in unsteady if not self._is_paid(member)}
-        for name in [name for name in self._starts if name in members and members[name].warm]:
-            self._note_join(name)
-        for name in list(filterfalse(connected.__contains__, members)):
-            if members[name].agent:
-                connected.add(name)
-        for name in list(filterfalse(unpaid.__contains__, filterfalse(paid_since.__contains__, members))):
-            paid_since[name] = ledger.at
-            if not members[name].agent:
-                self._starts[name] = ledger.at
+        self._update_payments(state, unpaid)
         # Thousands of steady members work in the generation, or wait for the next one. Look at the others.
         others = {member.name for member in unsteady} | (joiners & members.keys())
         if trains:
             others.update(filterfalse(fractions.__contains__, members))
             others -= fractions.keys()
+        placed: list[tuple[str, Place]] = []
         for member in [members[name] for name in others - unpaid]:
             held_until = state.wait_over_at if member.name in held else 0.0
             welcome_at = max(member.welcome_at, member.trial_until, held_until)
             if not member.warm or member.name in joiners or (trains and clock < welcome_at):
-                shares.waiting += 1.0
+                placed.append((member.name, "waiting"))
                 if clock < welcome_at:
                     self._next_welcome = min(self._next_welcome, welcome_at)
             elif trains or member.leaves or member.dismissed_at is not None:
-                shares.idle += 1.0
+                placed.append((member.name, "idle"))
             else:
-                shares.between += 1.0
-        num_paid = len(members) - len(unpaid)
-        rest = num_paid - len(others - unpaid)
-        if trains:
-            gone = (fractions.keys() & unpaid) | (fractions.keys() - members.keys())
-            shares.working = self._total_fraction - sum(fractions[name] for name in gone) if rest else 0.0
-            shares.idle += rest - shares.working
-        else:
+                placed.append((member.name, "between"))
+        gone = (fractions.keys() & unpaid) | (fractions.keys() - members.keys()) if trains else set()
+        cause = _between_cause(state)
+        for price, account in self._accounts.items():
+            account.shares = self._shares_of(price, placed, gone if trains else None, cause)
+
+    def _shares_of(
+        self,
+        price: float | None,
+        placed: Sequence[tuple[str, Place]],
+        gone: Collection[str] | None,
+        between_cause: Cause,
+    ) -> Shares:
+        """Return the shares of one account: of the machines in `placed`, and of the rest.
+
+        `gone`: machines of the generation that are not paid; None: no generation trains.
+        """
+        if price is not None:
+            placed = [(name, place) for name, place in placed if self._accounts.price_of(name) == price]
+            gone = gone and self._accounts.of_price(price, gone)
+        counts = Counter(place for _, place in placed)
+        shares = Shares(
+            between=counts["between"],
+            waiting=counts["waiting"],
+            idle=counts["idle"],
+            between_cause=between_cause,
+        )
+        rest = self._num_paid[price] - len(placed)
+        if gone is None:
             shares.between += rest
+        elif rest:
+            lost = sum(self._fractions[name] for name in gone)
+            shares.working = self._total_fractions[price] - lost
+            shares.idle += rest - shares.working
+        return shares
+
+    def _count_paid(self, names: Collection[str], change: int) -> None:
+        """Count machines that are paid from now on, or no longer, in each account."""
+        self._num_paid[None] += change * len(names)
+        for name in names if self.ledger.by_price else ():
+            self._num_paid[self._accounts.price_of(name)] += change
+
+    def _update_payments(self, state: JobState, unpaid: Collection[str]) -> None:
+        """Start paying for new machines, and stop paying for those that are gone."""
+        ledger, members = self.ledger, state.members
+        paid_since, connected = ledger.paid_since, ledger.connected
+        for name in [name for name in self._starts if name in members and members[name].warm]:
+            self._note_join(name)
+        for name in list(filterfalse(connected.__contains__, members)):
+            if members[name].agent:
+                connected.add(name)
+        new = list(filterfalse(unpaid.__contains__, filterfalse(paid_since.__contains__, members)))
+        for name in new:
+            paid_since[name] = ledger.at
+            if not members[name].agent:
+                self._starts[name] = ledger.at
+        self._count_paid(new, 1)
+        num_paid = len(members) - len(unpaid)
         if num_paid != len(paid_since):
             self._close_accounts(state, unpaid)
         if not ledger.num_machines or ledger.num_machines[-1][1] != num_paid:
             ledger.num_machines.append((ledger.at, num_paid))
-        ledger.shares = shares
 
     def _is_paid(self, member: Member) -> bool:
         if member.agent:
@@ -292,7 +367,9 @@ class Accountant:
     def _close_accounts(self, state: JobState, unpaid: Collection[str]) -> None:
         """Stop paying for machines that are gone."""
         ledger = self.ledger
-        for name in [name for name in ledger.paid_since if name in unpaid or name not in state.members]:
+        gone = [name for name in ledger.paid_since if name in unpaid or name not in state.members]
+        self._count_paid(gone, -1)
+        for name in gone:
             ledger.machines[name] = ledger.machines.get(name, 0.0) + ledger.at - ledger.paid_since.pop(name)
             self._starts.pop(name, None)
         ledger.connected &= state.members.keys()
@@ -314,7 +391,10 @@ class Accountant:
             fractions = {count: min(1.0, count / self._devices) for count in set(counts)}
             shares = map(fractions.__getitem__, counts)
             self._fractions = dict(zip(generation.machines, shares, strict=True))
-            self._total_fraction = math.fsum(self._fractions.values())
+            self._total_fractions = dict.fromkeys(self._accounts, 0.0)
+            self._total_fractions[None] = math.fsum(self._fractions.values())
+            for name, fraction in self._fractions.items() if self.ledger.by_price else ():
+                self._total_fractions[self._accounts.price_of(name)] += fraction
         return self._fractions
 
 

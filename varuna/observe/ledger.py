@@ -3,7 +3,7 @@
 `varuna.morph.accounting` fills it from the manager's state, for real jobs and for simulated ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -23,6 +23,8 @@ Cause = Literal["useful", "saving", "redoing", "morphing", "waiting", "idle"]
 CAUSES: tuple[Cause, ...] = ("useful", "saving", "redoing", "morphing", "waiting", "idle")
 LOST = CAUSES[1:]
 HOUR = 3600.0
+ROUNDING = 1e-9
+"""Parts of a sum that are no more than its error."""
 MOST_NAMES = 8
 """Machines without a price that are named."""
 
@@ -70,12 +72,23 @@ class Shares(msgspec.Struct):
     between_cause: Cause = "waiting"
 
 
-class Ledger(msgspec.Struct, kw_only=True):
+class Account(msgspec.Struct, kw_only=True):
+    """Machine-seconds of all machines, or of those with one price."""
+
+    amounts: dict[str, float] = {}  # booked machine-seconds by cause
+    # The open account: a restarted manager continues from here.
+    shares: Shares = msgspec.field(default_factory=Shares)
+    pending: float = 0.0  # of machines with workers, since the last finished step
+
+    def add(self, cause: Cause, machine_seconds: float) -> None:
+        self.amounts[cause] = self.amounts.get(cause, 0.0) + machine_seconds
+
+
+class Ledger(Account, kw_only=True):
     """The account of a job so far; all times are in seconds, amounts in machine-seconds."""
 
     begun_at: float = 0.0
     at: float = 0.0  # all machine-seconds before this time are booked
-    amounts: dict[str, float] = {}  # booked machine-seconds by cause
     machines: dict[str, float] = {}  # paid seconds of each machine, until it left
     paid_since: dict[str, float] = {}  # machines that are paid now
     interruptions: list[Interruption] = []
@@ -92,10 +105,10 @@ class Ledger(msgspec.Struct, kw_only=True):
     join_seconds: list[float] = []  # of the others: from the start of an agent until its machine is ready
     prices: dict[str, float] = {}  # per machine-hour, by name or pattern
     on_demand_price: float = 0.0
+    by_price: dict[float, Account] = {}  # parts of this account, where the prices of machines differ
+    priced: dict[str, float] = {}  # the prices that divide the machines among `by_price`
 
-    # The open account: a restarted manager continues from here.
-    shares: Shares = msgspec.field(default_factory=Shares)
-    pending: float = 0.0  # of machines with workers, since the last finished step
+    # As the open account above.
     phase: str = "gathering"
     generation: int = 0
     iteration: int = 0
@@ -105,9 +118,6 @@ class Ledger(msgspec.Struct, kw_only=True):
     missing_samples: int = 0  # of the workers so far: they are not in `samples`
     holding: bool = False  # survivors of a loss hold their state until another machine joins
     connected: set[str] = set()  # machines that have, or had, an agent: not paid without one
-
-    def add(self, cause: Cause, machine_seconds: float) -> None:
-        self.amounts[cause] = self.amounts.get(cause, 0.0) + machine_seconds
 
 
 class Money(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +129,7 @@ class Money(msgspec.Struct, frozen=True, kw_only=True):
     per_million_samples: float | None
     on_demand: float | None  # None: no on-demand price is known
     unpriced: tuple[str, ...] = ()  # machines that no price fits: they count as free
+    averaged_seconds: float = 0.0  # machine-seconds of which the causes have the machines' mean price
 
 
 class LedgerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,10 +153,40 @@ class LedgerReport(msgspec.Struct, frozen=True, kw_only=True):
     worst: tuple[Interruption, ...] = ()  # the most expensive ones
 
 
+class Accounts(dict[float | None, Account]):
+    """The accounts to book in: the ledger itself (None), and one for each price, if its prices differ."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        prices = ledger.prices
+        differ = bool(prices) and ("*" not in prices or len(set(prices.values())) > 1)
+        if not differ or list(prices.items()) != list(ledger.priced.items()):
+            ledger.priced = dict(prices) if differ else {}
+            ledger.by_price = {price: Account() for price in (0.0, *prices.values())} if differ else {}
+        super().__init__({None: ledger})
+        for price, account in ledger.by_price.items():
+            self[price] = account
+        self._priced = ledger.priced
+        self._prices: dict[str, float] = {}  # of machines, as far as they were asked for
+
+    def price_of(self, machine: str) -> float:
+        price = self._prices.get(machine)
+        if price is None:
+            price = self._prices[machine] = price_of(machine, self._priced) or 0.0
+        return price
+
+    def of_price(self, price: float | None, machines: Iterable[str]) -> list[str]:
+        """Return those of the machines that are in this account."""
+        return [name for name in machines if price is None or self.price_of(name) == price]
+
+
 def amounts_by_cause(ledger: Ledger) -> dict[Cause, float]:
     """Return all machine-seconds so far; the open account counts as training, or as the start of it."""
-    amounts = {cause: ledger.amounts.get(cause, 0.0) for cause in CAUSES}
-    amounts["useful" if ledger.has_stepped else "morphing"] += ledger.pending
+    return _amounts_of(ledger, ledger)
+
+
+def _amounts_of(account: Account, ledger: Ledger) -> dict[Cause, float]:
+    amounts = {cause: account.amounts.get(cause, 0.0) for cause in CAUSES}
+    amounts["useful" if ledger.has_stepped else "morphing"] += account.pending
     return amounts
 
 
@@ -191,16 +232,47 @@ def report_ledger(ledger: Ledger, *, num_worst: int = 10) -> LedgerReport:
 def _money(ledger: Ledger, paid: Mapping[str, float], amounts: Mapping[Cause, float]) -> Money:
     found = {name: price_of(name, ledger.prices) for name in paid}
     bill = sum(seconds * (found[name] or 0.0) for name, seconds in paid.items()) / HOUR
-    total = sum(paid.values())
-    mean = bill / total if total else 0.0  # per machine-second: all causes share all machines
+    costs = dict.fromkeys(CAUSES, 0.0)
+    rest = dict(amounts)  # machine-seconds that are in no account with a known price
+    for booked, price in _prices_of_accounts(ledger, found).items():
+        for cause, seconds in _amounts_of(ledger.by_price[booked], ledger).items():
+            costs[cause] += seconds * price / HOUR
+            rest[cause] -= seconds
+    averaged = sum(rest.values())
+    if averaged > ROUNDING * sum(paid.values()):
+        mean = (bill - sum(costs.values())) / averaged
+        costs = {cause: cost + rest[cause] * mean for cause, cost in costs.items()}
+    else:
+        averaged = 0.0
     useful = amounts["useful"]
     return Money(
         paid=bill,
-        useful=useful * mean,
-        lost={cause: amounts[cause] * mean for cause in LOST},
+        useful=costs["useful"],
+        lost={cause: costs[cause] for cause in LOST},
         per_million_samples=bill / ledger.samples * 1e6 if ledger.samples else None,
         on_demand=useful / HOUR * ledger.on_demand_price if ledger.on_demand_price else None,
         unpriced=tuple(sorted(name for name, price in found.items() if price is None)),
+        averaged_seconds=averaged if len(set(found.values())) > 1 else 0.0,
+    )
+
+
+def _prices_of_accounts(ledger: Ledger, prices: Mapping[str, float | None]) -> dict[float, float]:
+    """Return today's price of each account in `by_price`; {}: machines of one account differ today."""
+    found: dict[float, float] = {}
+    for name, price in prices.items() if ledger.by_price else ():
+        booked = price_of(name, ledger.priced) or 0.0
+        if found.setdefault(booked, price or 0.0) != (price or 0.0):
+            return {}
+    return found
+
+
+def describe_averaged(money: Money | None) -> str:
+    """Say which part of the money by cause is no exact sum over machines; "" if all of it is."""
+    if money is None or not money.averaged_seconds:
+        return ""
+    return (
+        f"the causes of {hours(money.averaged_seconds)} have the mean price of the machines: the job did not "
+        f"have these prices then (give --price to `varuna run`)"
     )
 
 
@@ -239,6 +311,8 @@ def ledger_lines(report: LedgerReport) -> list[str]:
         )
         if missing := describe_unpriced(money):
             lines.append(f"money: {missing}")
+        if averaged := describe_averaged(money):
+            lines.append(f"money: {averaged}")
     return lines
 
 

@@ -12,6 +12,7 @@ from varuna.observe.ledger import (
     Ledger,
     LedgerReport,
     amounts_by_cause,
+    describe_averaged,
     describe_unpriced,
     hours,
     paid_seconds,
@@ -139,9 +140,9 @@ def money_table(report: LedgerReport) -> str:
         rows.append(("per million samples", f"{money.per_million_samples:,.2f}"))
     if money.on_demand is not None:
         rows.append(("the same training on demand", f"{money.on_demand:,.2f}"))
-    missing = describe_unpriced(money)
-    note = f'<p class="faint">{escape(missing)}</p>' if missing else ""
-    return html_table(("money", ">amount"), rows) + note
+    notes = filter(None, (describe_unpriced(money), describe_averaged(money)))
+    lines = [f'<p class="faint">{escape(note)}</p>' for note in notes]
+    return html_table(("money", ">amount"), rows) + "".join(lines)
 
 
 def layout_chart(ledger: Ledger) -> str:

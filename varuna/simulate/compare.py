@@ -64,10 +64,11 @@ def simulate_policy(policy: PolicyName, question: Question, planner: CachedPlann
         return ledger
     if policy == "drop-replicas":
         per_replica = machines_of_replica(planner, trace, devices_per_machine=question.devices_per_machine)
-        ledger = ReplicaJob(trace, planner, costs, per_replica=per_replica).run()
+        prices = question.prices
+        ledger = ReplicaJob(trace, planner, costs, per_replica=per_replica, prices=prices).run()
     else:
         ledger = _job(policy, question, planner).run()
-    ledger.prices, ledger.on_demand_price = dict(question.prices), question.on_demand_price
+    ledger.on_demand_price = question.on_demand_price
     return ledger
 
 
@@ -89,6 +90,7 @@ def _job(policy: PolicyName, question: Question, planner: CachedPlanner) -> Simu
         save_every_seconds=every,
         hot=question.hot and policy == "varuna",
         greedy=question.greedy or policy != "varuna",
+        prices=question.prices,
     )
 
 
@@ -116,7 +118,7 @@ def best_interval(question: Question, planner: CachedPlanner) -> list[SaveInterv
     for seconds in INTERVALS:
         if seconds > question.trace.end:
             break
-        fixed = msgspec.structs.replace(question, save_every_seconds=seconds)
+        fixed = msgspec.structs.replace(question, save_every_seconds=seconds, prices={})
         report = report_ledger(simulate_policy("varuna", fixed, planner))
         found.append(SaveInterval(seconds, report.goodput))
     return sorted(found, key=lambda one: -one.goodput)

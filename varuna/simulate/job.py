@@ -115,6 +115,7 @@ class SimulatedMachines:
         save_every_seconds: float | None = None,
         hot: bool = False,
         greedy: bool = False,
+        prices: Mapping[str, float] | None = None,
     ) -> None:
         """`notice_seconds`: a removal is announced this long before; 0: machines vanish.
 
@@ -126,7 +127,7 @@ class SimulatedMachines:
         self._notice_seconds = notice_seconds
         self._save_every_seconds = save_every_seconds
         self.state = JobState(settings=msgspec.structs.replace(SIMULATED_SETTINGS, hot=hot, greedy=greedy))
-        self.ledger = Ledger()
+        self.ledger = Ledger(prices=dict(prices or {}))
         self._accountant = Accountant(self.ledger, devices_per_machine=devices_per_machine)
         self._queue: list[tuple[float, int, Callable[[float], Sequence[events.Event]], bool]] = []
         self._num_queued = 0

@@ -4,9 +4,10 @@ Restarts from a checkpoint are simulated by `SimulatedJob` with the costs of suc
 """
 
 import math
+from collections.abc import Mapping
 
 from varuna.morph.interval import interval_seconds
-from varuna.observe.ledger import Cause, Interruption, LayoutPeriod, Ledger
+from varuna.observe.ledger import Accounts, Cause, Interruption, LayoutPeriod, Ledger
 from varuna.simulate.costs import Costs
 from varuna.simulate.planner import CachedPlanner
 from varuna.simulate.traces import MachineChange, MarketTrace
@@ -15,14 +16,16 @@ from varuna.simulate.traces import MachineChange, MarketTrace
 class Counted:
     """A ledger that is filled from counts of machines."""
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
+    def __init__(self, prices: Mapping[str, float] | None = None) -> None:
+        self.ledger = Ledger(prices=dict(prices or {}))
+        self.accounts = Accounts(self.ledger)
 
-    def pass_time(self, until: float, shares: dict[Cause, float]) -> None:
-        """Book the time since the last call for numbers of machines by cause."""
+    def pass_time(self, until: float, shares: Mapping[float | None, Mapping[Cause, float]]) -> None:
+        """Book the time since the last call for numbers of machines by cause, in each account."""
         seconds = until - self.ledger.at
-        for cause, machines in shares.items():
-            self.ledger.add(cause, machines * seconds)
+        for price, machines_by_cause in shares.items():
+            for cause, machines in machines_by_cause.items():
+                self.accounts[price].add(cause, machines * seconds)
         self.ledger.at = until
 
     def set_machines(self, live: dict[str, float]) -> None:
@@ -47,10 +50,10 @@ def simulate_on_demand(trace: MarketTrace, planner: CachedPlanner, costs: Costs)
     counted = Counted()
     counted.set_machines({f"on-demand-{index}": 0.0 for index in range(machines)})
     start = min(trace.end, costs.first_join + costs.first_start)
-    counted.pass_time(min(trace.end, costs.first_join), {"waiting": machines})
-    counted.pass_time(start, {"morphing": machines})
+    counted.pass_time(min(trace.end, costs.first_join), {None: {"waiting": machines}})
+    counted.pass_time(start, {None: {"morphing": machines}})
     steps = int((trace.end - start) / found.step_seconds)
-    counted.pass_time(trace.end, {"useful": machines})
+    counted.pass_time(trace.end, {None: {"useful": machines}})
     ledger = counted.ledger
     ledger.steps, ledger.samples = steps, steps * found.layout.batch_size
     ledger.has_stepped = True
@@ -63,12 +66,20 @@ def simulate_on_demand(trace: MarketTrace, planner: CachedPlanner, costs: Costs)
 class ReplicaJob:
     """A job with pipelines of a fixed depth. A replica that loses a machine is dropped until it is whole."""
 
-    def __init__(self, trace: MarketTrace, planner: CachedPlanner, costs: Costs, *, per_replica: int) -> None:
+    def __init__(
+        self,
+        trace: MarketTrace,
+        planner: CachedPlanner,
+        costs: Costs,
+        *,
+        per_replica: int,
+        prices: Mapping[str, float] | None = None,
+    ) -> None:
         self._trace = trace
         self._planner = planner
         self._costs = costs
         self._per_replica = per_replica
-        self._counted = Counted()
+        self._counted = Counted(prices)
         self._live: dict[str, float] = {}
         self._replicas: list[list[str]] = []  # those that train
         self._spare: list[str] = []  # ready, but without a whole replica
@@ -110,22 +121,11 @@ class ReplicaJob:
         seconds = until - self._counted.ledger.at
         if seconds <= 0:
             return
-        waiting = len(self._starting)
-        idle = len(self._live) - working - waiting
         if not working or not self._step_seconds:
-            idle += working
-            self._counted.pass_time(until, {"waiting": idle + waiting})
+            self._pass_time(until, {"waiting": 1.0}, idle="waiting")
             return
         share = self._costs.save_seconds / (self._save_every + self._costs.save_seconds)
-        self._counted.pass_time(
-            until,
-            {
-                "useful": working * (1 - share),
-                "saving": working * share,
-                "idle": idle,
-                "waiting": waiting,
-            },
-        )
+        self._pass_time(until, {"useful": 1 - share, "saving": share})
         steps = seconds * (1 - share) / self._step_seconds
         layout = self._planner.size(working).layout
         self._steps += steps
@@ -191,9 +191,25 @@ class ReplicaJob:
         one.add(cause, working * (until - ledger.at))
         ledger.interruptions.append(one)
         if until > ledger.at:
-            waiting = len(self._starting)
-            idle = len(self._live) - working - waiting
-            self._counted.pass_time(until, {cause: working, "idle": idle, "waiting": waiting})
+            self._pass_time(until, {cause: 1.0})
+
+    def _pass_time(self, until: float, working: Mapping[Cause, float], *, idle: Cause = "idle") -> None:
+        """Book the time of all machines. `working`: parts of the time of those that train, by cause."""
+        shares: dict[float | None, dict[Cause, float]] = {}
+        for price in self._counted.accounts:
+            num_working, num_starting, num_live = self._count(price)
+            shares[price] = found = {cause: num_working * part for cause, part in working.items()}
+            found["waiting"] = found.get("waiting", 0.0) + num_starting
+            found[idle] = found.get(idle, 0.0) + num_live - num_working - num_starting
+        self._counted.pass_time(until, shares)
+
+    def _count(self, price: float | None) -> tuple[int, int, int]:
+        """Return the numbers of machines that train, that start, and of all, in one account."""
+        if price is None:
+            return len(self._replicas) * self._per_replica, len(self._starting), len(self._live)
+        of_price = self._counted.accounts.of_price
+        working = sum(len(of_price(price, names)) for names in self._replicas)
+        return working, len(of_price(price, self._starting)), len(of_price(price, self._live))
 
 
 def machines_of_replica(planner: CachedPlanner, trace: MarketTrace, *, devices_per_machine: int) -> int:
