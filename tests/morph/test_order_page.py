@@ -3,14 +3,17 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from varuna.environment import VarunaEnvironment
+from varuna.errors import WorkerError
 from varuna.morph.run import progress_page
 from varuna.morph.run.order_page import OrderReader, OrderWriter, apply_environment, open_orders
 from varuna.morph.run.progress_page import ProgressReader, open_progress
 from varuna.morph.state import MorphParts
+from varuna.train.hot.follow_orders import wait_for_loss_order
 from varuna.types import Layout, MorphOrder
 
 TWO_STAGES = Layout(((0,), (1,)), batch_size=8, microbatch_size=2)
@@ -81,6 +84,19 @@ def test_a_worker_misses_a_joiner_only_once_it_has_taken_the_order_to_join(
     assert reader.abandons, "a rank of its own generation is lost"
     reader.take()
     assert not reader.abandons and not reader.is_pending
+    writer.close()
+
+
+def test_a_worker_that_others_have_left_takes_the_order_of_a_lost_joiner(progress_file: Path) -> None:
+    """HOT-3: the others had taken the order to join, so they abandoned this rank at the end of its step."""
+    writer = OrderWriter(progress_file)
+    reader = open_orders()
+    writer.give(order(4))  # rank 1 joins
+    writer.give(order(5, lost=(1,), old_rank=0))
+    model: Any = SimpleNamespace(_orders=reader)
+    assert not reader.abandons and wait_for_loss_order(model, seconds=0.0).generation == 5
+    with pytest.raises(WorkerError, match="has waited 0 s for an order"):
+        wait_for_loss_order(model, seconds=0.0)
     writer.close()
 
 

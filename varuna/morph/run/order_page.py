@@ -3,7 +3,7 @@
 The files stand beside the progress page of the worker: `<progress file>.order` has the newest order as JSON,
 `<progress file>.control` the generation of that order, and of the newest order after a loss. If only joiners
 were lost, it also has that of the order which this one interrupts: a worker that has not taken that one does
-not miss them, and goes on to its next step boundary. The worker reads the counters once a step, which takes
+not miss them, and goes on to its next step boundary, or until it loses another one that has. The worker reads the counters once a step, which takes
 less than a microsecond, and while it waits for other ranks. The agent writes the order first, so a worker
 that sees the counters finds the order. The worker writes there the generation of the last order that it has
 taken: from then on, it is in the middle of the change.
@@ -96,8 +96,13 @@ class OrderReader:
         return False
 
     @property
+    def has_loss(self) -> bool:
+        """Return True if an order to go on without lost ranks was not taken."""
+        return False
+
+    @property
     def abandons(self) -> bool:
-        """Return True if ranks were lost and an order to go on without them was not taken."""
+        """Return True if this worker has to abandon what it does, because it misses the lost ranks."""
         return False
 
     def take(self) -> MorphOrder:
@@ -119,10 +124,12 @@ class SharedOrderReader(OrderReader):
         return bool(_COUNTERS.unpack_from(self._page)[0] != self._taken)
 
     @property
+    def has_loss(self) -> bool:
+        return bool(_COUNTERS.unpack_from(self._page)[1] > self._taken)
+
+    @property
     def abandons(self) -> bool:
-        if _COUNTERS.unpack_from(self._page)[1] <= self._taken:
-            return False
-        return bool(self._taken >= _INTERRUPTED.unpack_from(self._page, _INTERRUPTED_AT)[0])
+        return self.has_loss and bool(self._taken >= _INTERRUPTED.unpack_from(self._page, _INTERRUPTED_AT)[0])
 
     def take(self) -> MorphOrder:
         if not self.is_pending:

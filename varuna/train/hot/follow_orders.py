@@ -23,8 +23,12 @@ def wait_for_order(model: "Varuna", seconds: float) -> MorphOrder:
 
 
 def wait_for_loss_order(model: "Varuna", seconds: float) -> MorphOrder:
-    """Return the next order that names lost ranks: an earlier one cannot be carried out any more."""
-    return _wait_for(model, lambda: model._orders.abandons, seconds)
+    """Return the next order that names lost ranks: an earlier one cannot be carried out any more.
+
+    It may name only joiners of an order that this rank has not taken. The ranks that have taken that one have
+    left this rank, which therefore is here.
+    """
+    return _wait_for(model, lambda: model._orders.has_loss, seconds)
 
 
 def _wait_for(model: "Varuna", is_there: Callable[[], bool], seconds: float) -> MorphOrder:
