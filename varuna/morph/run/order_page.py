@@ -3,10 +3,10 @@
 The files stand beside the progress page of the worker: `<progress file>.order` has the newest order as JSON,
 `<progress file>.control` the generation of that order, and of the newest order after a loss. If only joiners
 were lost, it also has that of the order which this one interrupts: a worker that has not taken that one does
-not miss them, and goes on to its next step boundary, or until it loses another one that has. The worker reads the counters once a step, which takes
-less than a microsecond, and while it waits for other ranks. The agent writes the order first, so a worker
-that sees the counters finds the order. The worker writes there the generation of the last order that it has
-taken: from then on, it is in the middle of the change.
+not miss them, and goes on to its next step boundary, or until it loses another one that has. The worker
+reads the counters once a step, which takes less than a microsecond, and while it waits for other ranks. The
+agent writes the order first, so a worker that sees the counters finds the order. The worker writes there the
+generation of the last order that it has taken: from then on, it is in the middle of the change.
 """
 
 import mmap
