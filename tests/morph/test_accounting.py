@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from tests.morph.test_decide import World, killed
+from tests.morph.test_decide import WELL, World, killed
 from varuna.morph import events
 from varuna.morph.accounting import Accountant
 from varuna.morph.decide import decide_all
@@ -98,6 +98,42 @@ def test_a_lost_machine_is_not_paid_and_its_steps_are_redone() -> None:
     assert amounts["useful"] > before["useful"]
     assert [one.kind for one in ledger.interruptions] == ["start", "loss"]
     assert "b was lost" in ledger.interruptions[-1].why
+
+
+class LoadedSteps(AccountedWorld):
+    """The script has loaded a checkpoint of step 40 that the manager does not know."""
+
+    def progress(self, machine: str, *, in_step: bool) -> tuple[WorkerProgress, ...]:
+        workers = super().progress(machine, in_step=in_step)
+        return tuple(
+            msgspec.structs.replace(worker, iteration=worker.iteration + 40) if worker.steps else worker
+            for worker in workers
+        )
+
+
+def test_steps_of_a_checkpoint_that_the_script_has_loaded_do_not_count() -> None:
+    """B6, PRO-4: only steps that the job has trained."""
+    world = LoadedSteps("a", "b")
+    world.passes(1)
+    world.passes(20, steps=1)
+    ledger = world.accountant.ledger
+    world.check()
+    assert ledger.steps == world.iteration > 0 and world.state.iteration == world.iteration + 40
+    assert world.state.generation is not None
+    assert ledger.samples == ledger.steps * world.state.generation.layout.batch_size
+
+
+def test_steps_that_only_the_end_of_the_workers_reports_count() -> None:
+    """B6, PRO-4: all steps of a short job lie between two heartbeats."""
+    world = AccountedWorld("a", "b")
+    world.passes(2)
+    for machine in list(world.workers):
+        last = WorkerProgress(0, iteration=12, steps=12, step_seconds=0.05, step_age=0.01)
+        number, agent = world.workers.pop(machine), world.agents[machine]
+        world.happens(events.WorkersEnded(machine, agent, number, (WELL,), (last,)))
+    amounts, ledger = world.check(), world.accountant.ledger
+    assert world.state.phase == "over" and ledger.steps == 12
+    assert amounts["useful"] == pytest.approx(2 * 12 * 0.05, rel=0.1)
 
 
 class LateReports(AccountedWorld):

@@ -150,6 +150,8 @@ class Accountant:
                 self._book_save(state.save_seconds)
                 ledger.write_seconds += state.write_seconds
             ledger.saved_step = state.saved_step
+        if not ledger.has_stepped:
+            ledger.iteration = max(ledger.iteration, state.first_iteration)
         steps = state.iteration - ledger.iteration
         if steps <= 0 or (not ledger.has_stepped and not state.step_seconds):
             return  # the time of one step is not known yet

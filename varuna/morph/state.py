@@ -287,6 +287,9 @@ class JobState(msgspec.Struct, frozen=True):
     iteration: int = 0  # of the current generation
     stepped_at: float = 0.0  # end of that step; what came after it is lost if the next one is interrupted
     best_iteration: int = 0  # of all generations
+    first_iteration: int = (
+        0  # at which the workers of this generation have begun; the script may load a checkpoint
+    )
     iteration_at_crash: int = 0
     setbacks: int = 0  # crashes since the best iteration was last passed
     reports_entered: Mapping[str, tuple[WorkerProgress, ...]] = {}  # when all entered the last one in place

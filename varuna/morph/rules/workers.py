@@ -130,10 +130,13 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
     if note != state.note:
         decision.log("broken checkpoint", note)
     iteration = max((worker.iteration for worker in progress if worker.steps), default=state.iteration)
+    first = min((worker.iteration - worker.steps for worker in progress if worker.steps), default=0)
     if iteration != state.iteration:
         ages = [worker.step_age for worker in progress if worker.steps and worker.iteration == iteration]
         decision.set(stepped_at=decision.now - max(ages))
     decision.set(
+        step_seconds=state.step_seconds or max(worker.step_seconds for worker in progress),
+        first_iteration=max(state.first_iteration, first),
         iteration=iteration,
         best_iteration=max(state.best_iteration, iteration),
         note=note,
