@@ -815,6 +815,7 @@ def test_a_job_that_cannot_save_does_not_stop_until_it_must() -> None:
     world.happens(events.StopRequested("`varuna stop`"))
     world.passes(60, steps=1)
     assert world.workers and world.verdict is None and world.num_tries == 3
+    assert "`varuna stop --now` ends the job" in world.state.problems["change postponed"]
     world.cannot_save = False
     world.passes(40, steps=1)
     assert world.verdict is not None and world.verdict.verdict.how == "stopped"

@@ -32,7 +32,7 @@ def page(
             typer.echo(f"{url} {file.name}")
         else:
             announce_page(url, file)
-            say("Ctrl-C ends the page; the job goes on")
+            say("Ctrl-C ends the page only")
 
     serve_page(folder.absolute(), opened, home=home_folder(), announce=announce, parent=parent)
 

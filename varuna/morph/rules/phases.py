@@ -334,10 +334,11 @@ def postpone_change(decision: Decision) -> None:
         postponements=state.postponements + 1,
         retry_change_at=decision.now + wait,
     )
+    way_out = "" if state.verdict is None else "; `varuna stop --now` ends the job without a save"
     decision.report_problem(
         POSTPONED,
         f"{state.reason}: the job cannot save: {state.save_problem}; training goes on, "
-        f"next try in {wait:.0f} s",
+        f"next try in {wait:.0f} s{way_out}",
     )
 
 
