@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 
 import varuna
 from tests.cli.commands import Cli, parse_options
 from tests.without_torch import run_without_torch
 from varuna.cli.launch import LaunchOptions, launch_script
+from varuna.cli.launch import app as launch_app
 from varuna.cli.main import app, main
 from varuna.cli.options import add_command, new_app, say, warn
 from varuna.cli.run import RunOptions
@@ -24,6 +26,18 @@ def test_it_is_a_command_and_a_module(command: list[str]) -> None:
     interpreter = [sys.executable] if command[0] == "-m" else []
     run = subprocess.run([*interpreter, *command, "--version"], capture_output=True, text=True)
     assert (run.stdout, run.returncode) == (f"varuna {varuna.__version__}\ntorch {version('torch')}\n", 0)
+
+
+def test_help_shows_all_of_its_text() -> None:
+    """Typer prints help as Rich markup, which leaves out [words] in brackets."""
+    commands = [typer.main.get_command(app), typer.main.get_command(launch_app)]
+    texts = []
+    while commands:
+        command: Any = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        texts += [command.help or "", *(getattr(one, "help", None) or "" for one in command.params)]
+    assert len(texts) > 100
+    assert [text for text in texts if Text.from_markup(text).plain != text] == []
 
 
 def test_version_and_help_import_no_torch() -> None:

@@ -70,7 +70,7 @@ def drain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Save a checkpoint and continue without a machine.
+    """Continue without a machine: in place, or from a checkpoint that is saved now.
 
     To use the machine again, remove it from the machine list, then add it.
     """

@@ -80,7 +80,7 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
 
     profile_folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[PROFILE", help="Folder that `varuna profile` wrote, or its file."),
+        typer.Argument(metavar="PROFILE", help="Folder that `varuna profile` wrote, or its file."),
     ] = None
     file: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="File that `varuna plan --out` wrote.")

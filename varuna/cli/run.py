@@ -160,7 +160,7 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
             metavar="FILE",
             is_eager=True,
             callback=read_options,
-            help=f"TOML file with options below [run]; flags win. Default: {CONFIG_FILE}, if present.",
+            help=f"TOML file whose table `run` has options; flags win. Default: {CONFIG_FILE}, if present.",
         ),
     ] = None
     show_config: Annotated[

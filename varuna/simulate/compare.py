@@ -17,7 +17,7 @@ PolicyName = Literal["varuna", "restart", "torchrun", "drop-replicas", "on-deman
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 MEANINGS: dict[PolicyName, str] = {
     "varuna": "this library: its manager, its planner, the given costs",
-    "restart": "restart from a checkpoint at each change, with the published costs of Varuna 2022",
+    "restart": "restart from a checkpoint at each change, with published costs",
     "torchrun": "elastic restart from the last periodic checkpoint; joins lose work, too",
     "drop-replicas": "pipelines of fixed depth; a broken one is dropped until it is whole (torchft)",
     "on-demand": "the average number of machines, never taken away, at the on-demand price",
