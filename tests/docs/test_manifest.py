@@ -41,3 +41,9 @@ def test_its_names_lead_to_each_other() -> None:
     assert not listed.problem
     (volume,) = (one for one in found["Pod"]["spec"]["volumes"] if one["name"] == "machines")
     assert volume["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
+
+
+def test_the_ssh_server_takes_keys_of_a_folder_that_all_can_write() -> None:
+    """Kubernetes mounts secrets in such folders, and sshd refuses them with StrictModes."""
+    (container,) = manifest()["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    assert "StrictModes=no" in container["command"]
