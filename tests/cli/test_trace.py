@@ -396,6 +396,14 @@ def test_folders_without_steps_are_refused(tmp_path: Path) -> None:
     assert refused.exit_code != 0 and "no recorded steps" in str(refused.exception or refused.output)
 
 
+def test_a_job_of_this_machine_without_steps_has_no_files_elsewhere(tmp_path: Path) -> None:
+    """SEE-4: its workers failed before their first step."""
+    (tmp_path / "generation_1").mkdir()
+    (tmp_path / "generation_1" / "machines.json").write_text('{"127.0.0.1": [0, 1]}')
+    refused = run(tmp_path)
+    assert "no worker has finished a step" in str(refused.exception or refused.output)
+
+
 def test_trace_files_are_bounded_and_survive_a_kill(tmp_path: Path) -> None:
     """SEE-4: two files of bounded size; an incomplete last step is left out."""
     path = tmp_path / "rank_0.trace"

@@ -54,6 +54,24 @@ def test_every_python_block_runs_in_order(document: Path, tmp_path: Path) -> Non
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_the_first_script_of_a_reader_trains_over_stages_and_replicas(document: str, tmp_path: Path) -> None:
+    """Each process makes the same data: stages that get different samples are refused."""
+    code = next(code for _, code in blocks((ROOT / document).read_text()) if "varuna.wrap(" in code)
+    (tmp_path / "train.py").write_text(f"{code}\nprint('trained', model.iteration)\n")
+    (batch_size,) = re.findall(r"varuna\.wrap\(.*batch_size=(\d+)", code)
+    options = ["--ngpus-per-server", "4", "--nstages", "2", "--batch-size", batch_size, "--chunk-size", "3"]
+    run = subprocess.run(
+        [sys.executable, "-m", "varuna.launcher", *options, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "trained" in run.stdout
+
+
 def test_a_block_is_found_with_its_tag_and_its_line() -> None:
     text = "Title\n```python\nx = 1\n```\n```python no-run\nx = 2\n```\n```bash\nls\n```\n"
     assert blocks(text) == [(True, "\n\nx = 1\n"), (False, "\n\n\n\n\nx = 2\n")]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from varuna.addresses import is_loopback
 from varuna.codec import UNDECODABLE, decode
 from varuna.morph.protocol.generations import read_machines
 from varuna.morph.protocol.messages import JobStatus
@@ -98,11 +99,16 @@ def _where(machine: str, log_dir: Path, refusals: Mapping[str, str]) -> str:
 
 
 def where_all_are(log_dir: Path, collected: CollectedTraces) -> str:
-    """Say where the files of the last generation are; "" if there are none, or no machine is known."""
+    """Say where the files of the last generation are; "" if none are elsewhere, or no machine is known."""
     numbers = (path.name.removeprefix("generation_") for path in log_dir.glob("generation_*"))
     newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
     machines = dict.fromkeys(read_machines(log_dir, newest).values())
-    elsewhere = [machine for machine in machines if machine not in collected.answered]
+    is_original = _original(log_dir) == str(log_dir.absolute())
+    elsewhere = [
+        machine
+        for machine in machines
+        if machine not in collected.answered and not (is_original and is_loopback(machine))
+    ]
     return "; ".join(_where(machine, log_dir, collected.refusals) for machine in elsewhere)
 
 
