@@ -538,6 +538,7 @@ class Varuna(nn.Module):
         """
         if join_if_new(self):
             return self.iteration
+        enter_next(self)
         self._reporter.pace.interrupt()
         options = {"check_complete": check_complete, "strict": strict, "cast": cast}
         with self._session.call("load_checkpoint"):
@@ -553,6 +554,7 @@ class Varuna(nn.Module):
         """
         if join_if_new(self):
             return self.iteration
+        enter_next(self)
         self._reporter.pace.interrupt()
         with self._session.call("resume"):
             self._saver.resume(global_store, force=force)
