@@ -13,12 +13,14 @@ import torch
 
 from tests.toys import make_inputs, make_model
 from varuna import Varuna
+from varuna.checkpoint.format.tree import pack
 from varuna.errors import PeerLost
 from varuna.execute.rebuild.handover import Unit
 from varuna.execute.rebuild.snapshot import Mirror, choose_holders, take_snapshot
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.hot import copies
 from varuna.train.hot.copies import StateCopies, choose_interval
+from varuna.train.hot.moving import set_state
 
 
 @pytest.mark.parametrize("machines", ["ab", "abc", "aabb", "abab", "aab", "aaab", "aa", "abbcc"])
@@ -170,6 +172,22 @@ def test_the_first_copy_can_be_used_in_the_first_step(ranks: list[CopyingRank]) 
     visit_all(ranks, 8)
     assert [one.page.copy_of for one in ranks] == [1, 0]
     assert all(7 in one.copies.steps() for one in ranks)
+
+
+def test_state_that_comes_from_a_copy_does_not_keep_the_memory_of_the_whole_copy() -> None:
+    """HOT-3: the ranks make new copies after they have gone back, of the same size."""
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    tensors: dict[str, torch.Tensor] = {}
+    tree = {"state": pack(dict(optimizer.state[parameter]), "state", tensors), "on_host": list(tensors)}
+    snapshot = take_snapshot(3, {"w": Unit(tree, tensors)})
+    expected = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    set_state(optimizer, parameter, snapshot.units()["w"])
+    found = optimizer.state[parameter]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
 
 
 def test_copies_from_before_a_load_are_dropped(ranks: list[CopyingRank]) -> None:
