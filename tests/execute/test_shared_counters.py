@@ -1,5 +1,6 @@
 """Barriers of all ranks, in shared memory and with messages."""
 
+import errno
 import multiprocessing as mp
 import os
 import signal
@@ -207,3 +208,18 @@ def test_if_one_rank_cannot_open_the_counters_none_has_them() -> None:
         assert open_counters(index, 2, gather_places=lambda own: [place, own], gather_flags=gather) is None
     assert os.listdir("/proc/self/fd") == before
     os.close(fd)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSYS])
+def test_ranks_send_messages_where_the_system_allows_no_memory_of_this_kind(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """EACCES: `vm.memfd_noexec` is 2."""
+
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for index in (0, 1):
+        found = open_counters(index, 2, gather_places=lambda own: [own], gather_flags=lambda own: [own, own])
+        assert found is None

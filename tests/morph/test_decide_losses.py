@@ -265,6 +265,23 @@ def test_survivors_that_are_too_few_wait_for_another_machine_when_their_joiner_f
     assert len([line for line in world.logged if line.startswith("holding")]) == 2
 
 
+def test_survivors_that_wait_for_a_machine_restart_if_one_of_them_loses_a_worker() -> None:
+    """HOT-3: the next generation counts on that worker, and would wait for it until its deadline."""
+    world = begun("a", "b", "c", "d", stages=8, hot=True, devices=2)
+    world.copies = True
+    world.copied = lambda rank, generation: (rank - 2) % 8  # type: ignore[method-assign]
+    world.passes(3, steps=1)
+    world.prepares = False
+    world.lose_agent("d")
+    world.passes(2)
+    assert world.state.holding and world.prepared[-1].joiners == ("d",)
+    world.kill_worker("b", 2)
+    world.prepares = True
+    world.passes(3)
+    assert not world.morphed and world.state.phase == "running"
+    assert [launch.generation.machines for launch in world.launched[1:]] == [("a", "b", "c", "d")]
+
+
 # ---------------------------------------------------------------- a manager that is killed in a change
 
 

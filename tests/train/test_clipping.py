@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from tests.pool import Pool
 from tests.train.faces import FACES, LAYOUTS, check_state, play
 from varuna import CutPoint
+from varuna.execute.update import clipping
+from varuna.execute.update.clipping import ModelNorm
 
 Run = Callable[[int], float]
 
@@ -143,6 +146,19 @@ def test_a_sharded_optimizer_counts_each_parameter_once(pool: Pool, face: str) -
     for found, its_state in pool.run(play, 4, face, 2, 2, Tied, clip_in_each_manner, options):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
         check_state(its_state, state)
+
+
+def test_a_list_of_an_earlier_layout_is_recognized_after_a_morph_that_was_abandoned() -> None:
+    """HOT-4: else this rank would clip alone, and the others would wait for its norm."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    session: Any = SimpleNamespace(num_ranks=1, depth=2, closed=False)
+    reducer: Any = SimpleNamespace(owned=None)
+    last = ModelNorm(session, reducer, [first])
+    ModelNorm(session, reducer, [first])  # of the layout that was abandoned: it is gone
+    following = ModelNorm(session, reducer, [second])
+    following.follow(last)
+    assert clipping._find_model([first]) is following
+    assert [id(one) for one in following.current([first])] == [id(second)]
 
 
 def test_the_patch_finds_what_it_relies_on_in_torch() -> None:

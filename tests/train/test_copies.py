@@ -4,18 +4,23 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.toys import make_inputs, make_model
+from varuna import Varuna
+from varuna.checkpoint.format.tree import pack
 from varuna.errors import PeerLost
 from varuna.execute.rebuild.handover import Unit
 from varuna.execute.rebuild.snapshot import Mirror, choose_holders, take_snapshot
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.hot import copies
 from varuna.train.hot.copies import StateCopies, choose_interval
+from varuna.train.hot.moving import set_state
 
 
 @pytest.mark.parametrize("machines", ["ab", "abc", "aabb", "abab", "aab", "aaab", "aa", "abbcc"])
@@ -167,6 +172,85 @@ def test_the_first_copy_can_be_used_in_the_first_step(ranks: list[CopyingRank]) 
     visit_all(ranks, 8)
     assert [one.page.copy_of for one in ranks] == [1, 0]
     assert all(7 in one.copies.steps() for one in ranks)
+
+
+def test_state_that_comes_from_a_copy_does_not_keep_the_memory_of_the_whole_copy() -> None:
+    """HOT-3: the ranks make new copies after they have gone back, of the same size."""
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    tensors: dict[str, torch.Tensor] = {}
+    tree = {"state": pack(dict(optimizer.state[parameter]), "state", tensors), "on_host": list(tensors)}
+    snapshot = take_snapshot(3, {"w": Unit(tree, tensors)})
+    expected = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    set_state(optimizer, parameter, snapshot.units()["w"])
+    found = optimizer.state[parameter]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+
+
+def test_copies_from_before_a_load_are_dropped(ranks: list[CopyingRank]) -> None:
+    """HOT-3: after a loss, the ranks must not go back to the state that the script has replaced."""
+    for step in (97, 98, 99):
+        visit_all(ranks, step)
+    for one in ranks:
+        one.copies.drop(one.page)
+        assert one.copies.steps() == [] and one.page.copy_of is None
+    visit_all(ranks, 50)
+    assert all(one.copies.steps() == [50] and one.copied_value(50) == 50.0 for one in ranks)
+    assert [one.page.copy_of for one in ranks] == [1, 0]
+    visit_all(ranks, 51)
+    assert all(one.copies.steps() == [50, 51] for one in ranks)
+
+
+def test_copies_that_are_on_their_way_during_a_load_never_count(ranks: list[CopyingRank]) -> None:
+    """HOT-3: they have the state before it."""
+    visit_all(ranks, 98)
+    is_held = threading.Event()
+    for one in ranks:
+        mirror: Any = one.copies._mirror
+        mirror._threads.append(threading.Thread(target=is_held.wait, args=(60,)))
+        mirror._threads[-1].start()
+        one.copies.drop(one.page)
+        mirror.wait = lambda: None
+    visit_all(ranks, 50)
+    assert all(one.copies.steps() == [] for one in ranks)
+    is_held.set()
+    for one in ranks:
+        mirror = one.copies._mirror
+        del mirror.wait
+        mirror.wait()
+    visit_all(ranks, 51)
+    assert all(one.copies.steps() == [51] for one in ranks)
+
+
+def test_a_load_and_another_number_of_the_step_drop_the_copies(tmp_path: Path) -> None:
+    """HOT-3: `batches` would go back to a step before the load."""
+    model = Varuna(make_model("Plain"), "0;", make_inputs("Plain", 2, torch.Generator()), 4, 2, device="cpu")
+    model.set_optimizer(torch.optim.SGD(model.parameters()))
+    snapshot = take_snapshot(7, {})
+
+    def has_copies() -> bool:
+        return bool(model._state_copies.steps())
+
+    def copy() -> None:
+        model._state_copies._counted = copies.CopyPair(snapshot, snapshot)
+        assert has_copies()
+
+    copy()
+    model.iteration = model.iteration
+    model.checkpoint(tmp_path, 0)
+    assert has_copies(), "the state is the same"
+    model.load_checkpoint(tmp_path, 0)
+    assert not has_copies()
+    copy()
+    model.resume(tmp_path)
+    assert not has_copies()
+    copy()
+    model.iteration = 3
+    assert not has_copies()
+    model.close()
 
 
 def test_after_a_damaged_copy_all_ranks_copy_again(

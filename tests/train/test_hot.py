@@ -42,7 +42,6 @@ from varuna.morph.state import ManagerSettings, MorphParts
 from varuna.train.hot import recover
 from varuna.train.hot.eligible import open_models, report_if_hot, why_not_hot
 from varuna.train.hot.hot_state import EarlierStep, HotState
-from varuna.train.hot.repeat import enter_next
 from varuna.types import MorphOrder
 
 F64 = {"rtol": 1e-9, "atol": 1e-11}
@@ -433,7 +432,11 @@ def test_survivors_wait_longer_for_those_that_are_busy_than_their_manager_does(
     assert seconds > ManagerSettings().idle_seconds
 
 
-def test_calls_after_a_step_that_was_not_trained_restart_the_job() -> None:
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [(Varuna.report, ()), (Varuna.load_checkpoint, ("folder",)), (Varuna.resume, ("folder",))],
+)
+def test_calls_after_a_step_that_was_not_trained_restart_the_job(call: Any, arguments: Any) -> None:
     """HOT-4: the ranks may be in different steps of the loop, so not all of them would make the call."""
     layout = Generation("0;1;", (0, 1)).layout
     order = MorphOrder(
@@ -448,7 +451,7 @@ def test_calls_after_a_step_that_was_not_trained_restart_the_job() -> None:
     hot = HotState(waits_for_orders=True, generation=1, going_back=EarlierStep(3, order, {}, MorphParts()))
     model: Any = SimpleNamespace(_hot=hot, _session=SimpleNamespace(provisional=False))
     with pytest.raises(PeerLost, match=r"go back to step 3 .*overflow=True"):
-        enter_next(model)
+        call(model, *arguments)
 
 
 def test_a_scheduler_that_is_not_registered_is_refused_after_a_join(pool: Pool, tmp_path: Path) -> None:

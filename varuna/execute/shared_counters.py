@@ -82,9 +82,11 @@ def open_counters(
 
 
 def _make(num_ranks: int) -> tuple[int | None, CounterPlace]:
-    if not hasattr(os, "memfd_create"):
+    """Make the memory; None if this system has no such memory, or does not allow it (`vm.memfd_noexec`)."""
+    try:
+        fd = os.memfd_create("varuna-counters", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
         return None, CounterPlace("", b"")
-    fd = os.memfd_create("varuna-counters", os.MFD_CLOEXEC)
     token = secrets.token_bytes(TOKEN_BYTES)
     os.write(fd, token.ljust(LINE * (1 + num_ranks), b"\0"))
     return fd, CounterPlace(f"/proc/{os.getpid()}/fd/{fd}", token)

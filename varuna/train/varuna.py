@@ -538,10 +538,13 @@ class Varuna(nn.Module):
         """
         if join_if_new(self):
             return self.iteration
+        enter_next(self)
         self._reporter.pace.interrupt()
         options = {"check_complete": check_complete, "strict": strict, "cast": cast}
         with self._session.call("load_checkpoint"):
-            return self._saver.load(global_store, iteration, **options)
+            step = self._saver.load(global_store, iteration, **options)
+        self._state_copies.drop(self._progress)
+        return step
 
     def resume(self, global_store: str | os.PathLike[str], *, force: bool = False) -> int:
         """Load the newest checkpoint that verifies, if there is any; return the iteration to continue with.
@@ -551,9 +554,11 @@ class Varuna(nn.Module):
         """
         if join_if_new(self):
             return self.iteration
+        enter_next(self)
         self._reporter.pace.interrupt()
         with self._session.call("resume"):
             self._saver.resume(global_store, force=force)
+        self._state_copies.drop(self._progress)
         return self.iteration
 
     def register(self, name: str, thing: Stateful) -> None:
@@ -625,7 +630,9 @@ class Varuna(nn.Module):
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        self._trainer.iteration = value
+        if value != self._trainer.iteration:
+            self._trainer.iteration = value
+            self._state_copies.drop(self._progress)
 
     @property
     def channels(self) -> dict[int, str]:

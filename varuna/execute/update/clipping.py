@@ -42,6 +42,7 @@ class ModelNorm:
         self.repeat: Callable[[NormMeasurement, NormMeasurement], ListedNorm] = lambda measure, _: measure()
         self.is_interrupted: Callable[[], bool] = lambda: False  # by a loss; `repeat` goes on
         self._family = [weakref.ref(self)]  # this model and those that share an optimizer with it
+        self._registered: Any = WeakTensorKeyDictionary()  # tensors by which a call is recognized
         self.add(self._own)
         _live.add(self)
         if session.num_ranks > 1:
@@ -51,15 +52,15 @@ class ModelNorm:
         """Register more tensors by which a call is recognized: those that other ranks hold, placeholders."""
         for parameter in parameters:
             _models[parameter] = weakref.ref(self)
+            self._registered[parameter] = True
 
     def follow(self, last: "ModelNorm") -> None:
         """Replace the norm of the last layout of the same model."""
         _live.discard(last)
         self.repeat, self.is_interrupted = last.repeat, last.is_interrupted
         self._earlier = [*last._earlier, *last.identities]
-        for parameter, known in list(_models.items()):
-            if known() is last:
-                _models[parameter] = weakref.ref(self)
+        # Also those that a layout between the two has registered, which was abandoned.
+        self.add(last._registered.keys())
 
     @property
     def identities(self) -> list[frozenset[int]]:

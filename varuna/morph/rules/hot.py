@@ -426,8 +426,11 @@ def _continue_holding(decision: Decision, survivors: tuple[str, ...]) -> bool:
     if preparation is None:
         return prepare_replacement(decision, survivors, why)
     generation = preparation.generation
+    usable = frozenset((*survivors, *preparation.joiners))
     if gone := unusable_machines(decision, generation):
         decision.drop_preparation(f"{', '.join(gone)} is no longer usable")
+    elif hurt := list(filterfalse(usable.__contains__, generation.machines)):
+        decision.drop_preparation(f"{', '.join(hurt)} has lost a worker of the next generation")
     elif decision.now >= preparation.deadline:
         decision.log(COLD, NOT_REPLACED)
         return False

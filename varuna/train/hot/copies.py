@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,6 +117,12 @@ class StateCopies:
                 return {**pair.other.units(), **pair.own.units()}
         raise LookupError(f"no whole copy of step {step} is here")
 
+    def drop(self, progress: ProgressWriter) -> None:
+        """Drop all copies: the script has replaced the state. All ranks call this; they copy at once."""
+        self._counted = self._pending = self._spare = None
+        self._visit_at = -1
+        progress.holds_copy_of(None)
+
     def visit(self, model: "Varuna") -> None:
         """Count copies that are whole on all ranks, and copy the state if it is time. All ranks call this."""
         step = model._trainer.iteration
@@ -195,12 +200,12 @@ class StateCopies:
         if ExchangeState.FAILED in states:
             self._note_failure(step, states, progress)
             return False
-        if self._pending is None:
-            self._visit_at = step + 1
-            return True
         if ExchangeState.UNDER_WAY in states:
             self._visit_at = step + max(1, max(self.interval, step - since) // 4)
             return False
+        if self._pending is None:
+            self._visit_at = step + 1
+            return True
         is_damaged = ExchangeState.DAMAGED in states
         if is_damaged:
             if own is ExchangeState.DAMAGED:
@@ -239,9 +244,14 @@ class StateCopies:
         assert self._mirror is not None
         spare = self._spare
         own = take_snapshot(step, state_units(model), None if spare is None else spare.own.memory)
-        self._pending, self._spare = CopyPair(own), None
+        self._pending, self._spare = (pair := CopyPair(own)), None
         other = None if spare is None or spare.other is None else spare.other.memory
-        self._mirror.start(own, other, on_arrival=partial(model._progress.holds_copy_of, self._held))
+
+        def note() -> None:
+            if self._pending is pair:  # not dropped
+                model._progress.holds_copy_of(self._held)
+
+        self._mirror.start(own, other, on_arrival=note)
 
 
 def _why_no_copies(model: "Varuna") -> str:

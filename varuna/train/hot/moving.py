@@ -94,7 +94,7 @@ class MovingState:
     def take(self, name: str, unit: Unit) -> None:
         assert self.state is not None, "a rank that leaves takes nothing"
         if name == JOB:
-            self.taken_job = unpack(unit.tree, unit.tensors.__getitem__)
+            self.taken_job = unpack(unit.tree, lambda key: own_memory(unit.tensors[key]))
             return
         own, value = self.state.tensor(name), unit.tensors["value"]
         if value.data_ptr() != own.data_ptr():
@@ -102,7 +102,7 @@ class MovingState:
         if own.is_leaf and own.requires_grad != unit.tree["trains"]:
             own.requires_grad_(unit.tree["trains"])
         gradient = unit.tensors.get("gradient")
-        own.grad = None if gradient is None else gradient.to(own.device).view(own.shape)
+        own.grad = None if gradient is None else own_memory(gradient.to(own.device)).view(own.shape)
         if unit.tree["in_base"]:
             self.base.add(name)
         optimizer = self.training.optimizer
@@ -260,13 +260,18 @@ def num_bytes(unit: Unit) -> int:
     return sum(tensor.nbytes for tensor in unit.tensors.values())
 
 
+def own_memory(tensor: Tensor) -> Tensor:
+    """Copy a tensor of a snapshot: it would keep the memory of the whole snapshot."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
 def set_state(optimizer: torch.optim.Optimizer, parameter: Tensor, unit: Unit) -> None:
     """Set the state of a parameter from a unit; a tensor that was on the host stays there."""
     on_host = set(unit.tree["on_host"])
 
     def placed(key: str) -> Tensor:
         found = unit.tensors[key]
-        return found if key in on_host else found.to(parameter.device)
+        return own_memory(found if key in on_host else found.to(parameter.device))
 
     state = unpack(unit.tree["state"], placed)
     if state:
