@@ -215,3 +215,20 @@ def test_costs_with_an_unknown_name_or_a_negative_number_are_refused(tmp_path: P
             read_costs(path)
     path.write_text("{}")
     assert read_costs(path) == Costs()
+
+
+@pytest.mark.parametrize("command", ["run", "ledger", "simulate"])
+def test_a_price_is_a_number_that_files_can_hold(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """JSON has no infinity: a ledger with one could not be read at --resume."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ledger.json").write_text(encode(Ledger(begun_at=1.0, at=2.0, machines={"a": 1.0})))
+    given = {
+        "run": ["--machine-list", "machines", "--batch-size", "8", "--show-config", "script.py"],
+        "ledger": ["."],
+        "simulate": ["--trace", "t", "--batch-size", "8", "--step-seconds", "1"],
+    }
+    for price in ("inf", "nan", "-1", "1e10"):
+        assert cli(command, "--on-demand-price", price, *given[command]) == 2
+        assert "--on-demand-price" in cli.err
