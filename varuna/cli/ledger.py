@@ -62,7 +62,7 @@ def prices_of(text: str | None) -> dict[str, float]:
     if not path.is_file():
         return read_prices(text, source="--price")
     try:
-        return read_prices(path.read_text(), source=text)
+        return read_prices(path.read_text("utf-8-sig"), source=text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the prices {text!r}: {error}") from None
 
