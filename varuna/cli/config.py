@@ -55,7 +55,7 @@ def read_config(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the values of a file, by option. Raise ValueError that names the file and the key."""
     options = get_type_hints(kind)
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the configuration {str(file)!r}: {error.strerror}") from None
     except ValueError as error:  # no TOML, or no UTF-8
