@@ -13,6 +13,7 @@ from tests.page.folders import view_of
 from varuna.morph.protocol.generations import MACHINES
 from varuna.morph.protocol.messages import ManagerReply
 from varuna.morph.run.job_folder import JobFolder, ManagerContact
+from varuna.morph.run.log_pages import PAGE_BYTES
 from varuna.observe.history_file import NAME as METRICS
 from varuna.observe.history_file import MetricLine, read_history
 from varuna.observe.job_view import NAME as VIEW
@@ -143,6 +144,21 @@ def test_a_log_on_a_machine_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_2" / MACHINES).write_text('{"node-1": [0, 1], "node-2": [2, 3]}')
     found = reader.page(WorkerLog(generation=2, rank=3, stream="err"), start=None, stop=None)
     assert found.problem.startswith("this log folder has no rank_3.err (it is on node-2): this user has no")
+
+
+def test_a_character_at_the_end_of_a_page_is_whole(tmp_path: Path) -> None:
+    """SEE-2: a worker may have written a part of it, or it may not fit into the page."""
+    reader = LogReader(tmp_path, ManagerLink(tmp_path, tmp_path / "home").request)
+    log, file = WorkerLog(0, 0, "out"), tmp_path / "rank_0.out"
+    for data in ("50% █ done █\n".encode(), b"a" * (PAGE_BYTES - 1) + "é\n".encode(), b"\xff\xe2x\n"):
+        for written in range(max(0, len(data) - 8), len(data)):
+            file.write_bytes(data[:written])
+            first = reader.page(log, start=0, stop=None)
+            file.write_bytes(data)
+            pages = [first]
+            while pages[-1].stop < len(data):
+                pages.append(reader.page(log, start=pages[-1].stop, stop=None))
+            assert "".join(page.text for page in pages) == data.decode(errors="replace")
 
 
 def test_the_ranks_of_a_generation_are_those_of_all_machines(tmp_path: Path) -> None:
