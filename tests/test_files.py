@@ -2,6 +2,8 @@
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,24 @@ def test_a_line_file_repairs_a_cut_line(tmp_path: Path) -> None:
     assert (tmp_path / "lines").read_bytes() == b"one\ntw\nthree\nfour\n"
     with pytest.raises(OSError, match="No space left"):
         LineFile(Path("/dev/full")).append(b"five")
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    """With another locale, a message of a worker would end the manager."""
+    script = """
+import sys
+from pathlib import Path
+from varuna.cli.config import read_config
+from varuna.cli.run import RunOptions
+from varuna.files import write_atomic
+
+folder = Path(sys.argv[1])
+(folder / "varuna.toml").write_bytes("[run]\\nlog_dir = 'caf\\xe9'".encode())
+write_atomic(folder / "file", read_config(folder / "varuna.toml", RunOptions)["log_dir"])
+"""
+    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # ASCII
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], env={**os.environ, **variables}, stderr=subprocess.PIPE
+    )
+    assert run.returncode == 0, run.stderr.decode()
+    assert (tmp_path / "file").read_bytes().decode() == f"{tmp_path}/café"

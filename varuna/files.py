@@ -16,8 +16,9 @@ from typing import Any
 def write_atomic(path: Path, text: str, *, fsync: bool = True, private: bool = False) -> None:
     """Write a file under a temporary name, then rename it. Create missing folders.
 
-    `fsync` also keeps the file whole if the machine loses power. A `private` file, and the folders that are
-    created for it, can be read by this user only. Other files follow the umask.
+    The text is UTF-8 in every locale. `fsync` also keeps the file whole if the machine loses power. A
+    `private` file, and the folders that are created for it, can be read by this user only. Other files
+    follow the umask.
     """
     if private:
         make_private_folder(path.parent)
@@ -26,7 +27,8 @@ def write_atomic(path: Path, text: str, *, fsync: bool = True, private: bool = F
     temporary.unlink(missing_ok=True)
     try:
         mode = 0o600 if private else 0o666
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
             if fsync:
                 file.flush()

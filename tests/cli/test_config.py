@@ -210,3 +210,7 @@ def test_a_file_that_is_missing_and_an_unknown_variable_are_refused(
     monkeypatch.setenv("VARUNA_RUN_NSTAGE", "3")
     assert cli("run", "script.py") == 2
     assert "VARUNA_RUN_NSTAGE is not known (did you mean 'VARUNA_RUN_NSTAGES'?)" in cli.err
+    monkeypatch.delenv("VARUNA_RUN_NSTAGE")
+    monkeypatch.setenv("VARUNA_RUN_COMMAND", "other.py")  # it would be ignored
+    assert cli("run", "script.py") == 2
+    assert "the environment variable VARUNA_RUN_COMMAND is not known" in cli.err

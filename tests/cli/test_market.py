@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.commands import Cli
 from tests.plan.profiles import profile, segment
+from varuna.cli.ledger import prices_of
 from varuna.codec import encode
 from varuna.observe.ledger import Interruption, Ledger
 from varuna.plan.search.choose import Choice, choose
@@ -215,3 +216,28 @@ def test_costs_with_an_unknown_name_or_a_negative_number_are_refused(tmp_path: P
             read_costs(path)
     path.write_text("{}")
     assert read_costs(path) == Costs()
+
+
+@pytest.mark.parametrize("command", ["run", "ledger", "simulate"])
+def test_a_price_is_a_number_that_files_can_hold(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """JSON has no infinity: a ledger with one could not be read at --resume."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ledger.json").write_text(encode(Ledger(begun_at=1.0, at=2.0, machines={"a": 1.0})))
+    given = {
+        "run": ["--machine-list", "machines", "--batch-size", "8", "--show-config", "script.py"],
+        "ledger": ["."],
+        "simulate": ["--trace", "t", "--batch-size", "8", "--step-seconds", "1"],
+    }
+    for price in ("inf", "nan", "-1", "1e10"):
+        assert cli(command, "--on-demand-price", price, *given[command]) == 2
+        assert "--on-demand-price" in cli.err
+
+
+def test_a_price_table_of_a_spreadsheet_has_the_price_of_its_first_machine(tmp_path: Path) -> None:
+    """Such programs write a mark before the first line."""
+    path = tmp_path / "prices.csv"
+    for head in ("", "machine,price\n"):
+        path.write_bytes(b"\xef\xbb\xbf" + f"{head}a,0.5\nb,1\n".encode())
+        assert prices_of(str(path)) == {"a": 0.5, "b": 1.0}

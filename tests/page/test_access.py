@@ -202,6 +202,55 @@ def test_a_machine_that_does_not_answer_stops_no_other_part_of_the_page(tmp_path
     asyncio.run(check())
 
 
+def test_requests_of_strangers_write_nothing_to_the_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """They would fill the disk of the log folder. An error of the page itself is printed once."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=10)
+    keys, reader = PageSecrets(), JobReader(folder, ManagerLink(folder, tmp_path))
+    server = PageServer(reader, keys)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("this is broken")
+
+    monkeypatch.setattr(reader, "curve", fail)
+    head = b"Host: localhost\r\nConnection: close\r\n"
+    token = f"Authorization: Bearer {keys.token}\r\n".encode()
+    wrong = [
+        b"GET /?token=\xff HTTP/1.1\r\n" + head,
+        b"GET http://[::1/ HTTP/1.1\r\n" + head,
+        b"GET / HTTP/1.1\r\n" + head + b"Host: localhost\r\n",
+        b"GET / HTTP/1.1\r\n" + head + b"Expect: \xff\r\n",
+    ]
+
+    async def status(port: int, request: bytes) -> int:
+        stream, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request + b"\r\n")
+        answer = await stream.read()
+        writer.close()
+        return int(answer.split()[1])
+
+    async def check() -> None:
+        over = asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            serving = asyncio.create_task(server.serve(listener, over))
+            async with asyncio.timeout(60):
+                for request in wrong:
+                    assert await status(port, request) in (400, 500)
+                for _ in range(2):
+                    assert await status(port, b"GET /api/curve HTTP/1.1\r\n" + head + token) == 500
+                over.set()
+                await serving
+
+    asyncio.run(check())
+    assert not caplog.records
+    assert capfd.readouterr().err.count("RuntimeError: this is broken") == 1
+
+
 def closed_by_server(connection: socket.socket) -> bool:
     try:
         return connection.recv(1) == b""

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import msgspec
 
+from tests.page.folders import view_of
 from varuna.morph.protocol.generations import MACHINES
 from varuna.morph.protocol.messages import ManagerReply
 from varuna.morph.run.job_folder import JobFolder, ManagerContact
+from varuna.morph.run.log_pages import PAGE_BYTES
 from varuna.observe.history_file import NAME as METRICS
 from varuna.observe.history_file import MetricLine, read_history
 from varuna.observe.job_view import NAME as VIEW
+from varuna.observe.job_view import JobView
 from varuna.page.job_reader import JobReader
 from varuna.page.log_reader import LogReader, WorkerLog
 from varuna.page.manager_link import ManagerLink
@@ -48,7 +51,8 @@ def test_a_killed_manager_is_gone_and_one_on_another_machine_is_not(tmp_path: Pa
     )
     folder.write_contact(contact)
     (tmp_path / METRICS).write_bytes(msgspec.json.encode(MetricLine(2, 150.0, 0.5, 0.1, 8)) + b"\n")
-    (tmp_path / VIEW).write_bytes(b'{"at":100.0}')
+    view = view_of(machines=1, stages=1, steps=2)
+    (tmp_path / VIEW).write_bytes(msgspec.json.encode(msgspec.structs.replace(view, at=100.0)))
     reader = JobReader(tmp_path, ManagerLink(tmp_path, tmp_path / "home"))
     try:
         assert reader.update().link == "lost"  # it runs, and does not answer
@@ -93,6 +97,17 @@ def test_views_that_cannot_be_read_are_a_problem_and_a_clock_that_is_set_back_is
     assert (broken.link, broken.problem) == ("lost", "this page cannot read the job: RuntimeError('no')")
 
 
+def test_the_browser_gets_all_fields_of_a_view_or_none(tmp_path: Path) -> None:
+    """SEE-2: the file may be damaged, or of an earlier version that had fewer fields."""
+    least = {"job": "a", "at": 1.0, "begun_at": 0.0, "phase": "over", "phase_seconds": 0.0, "reason": ""}
+    reader = JobReader(tmp_path, ManagerLink(tmp_path, tmp_path / "home"))
+    for damaged in (b"{}", b'{"at":1.0}', b'{"machines":3,' + msgspec.json.encode(least)[1:], b"[]", b""):
+        (tmp_path / VIEW).write_bytes(damaged)
+        assert bytes(reader.update().view) == b"null"
+    (tmp_path / VIEW).write_bytes(msgspec.json.encode(least).replace(b",", b",\n\n"))
+    assert bytes(reader.update().view) == msgspec.json.encode(JobView(**least))
+
+
 def test_a_line_with_bytes_that_are_no_text_is_left_out(tmp_path: Path) -> None:
     """SEE-2: as a disk may change it."""
     good = msgspec.json.encode(MetricLine(2, 1.0, 0.5, 0.1, 8))
@@ -129,6 +144,21 @@ def test_a_log_on_a_machine_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_2" / MACHINES).write_text('{"node-1": [0, 1], "node-2": [2, 3]}')
     found = reader.page(WorkerLog(generation=2, rank=3, stream="err"), start=None, stop=None)
     assert found.problem.startswith("this log folder has no rank_3.err (it is on node-2): this user has no")
+
+
+def test_a_character_at_the_end_of_a_page_is_whole(tmp_path: Path) -> None:
+    """SEE-2: a worker may have written a part of it, or it may not fit into the page."""
+    reader = LogReader(tmp_path, ManagerLink(tmp_path, tmp_path / "home").request)
+    log, file = WorkerLog(0, 0, "out"), tmp_path / "rank_0.out"
+    for data in ("50% █ done █\n".encode(), b"a" * (PAGE_BYTES - 1) + "é\n".encode(), b"\xff\xe2x\n"):
+        for written in range(max(0, len(data) - 8), len(data)):
+            file.write_bytes(data[:written])
+            first = reader.page(log, start=0, stop=None)
+            file.write_bytes(data)
+            pages = [first]
+            while pages[-1].stop < len(data):
+                pages.append(reader.page(log, start=pages[-1].stop, stop=None))
+            assert "".join(page.text for page in pages) == data.decode(errors="replace")
 
 
 def test_the_ranks_of_a_generation_are_those_of_all_machines(tmp_path: Path) -> None:

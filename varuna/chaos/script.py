@@ -24,7 +24,7 @@ class ScheduledFault(msgspec.Struct, frozen=True):
 def read_script(path: Path, *, machines: int, hosts: bool) -> list[ScheduledFault]:
     """Return the faults of a file. Raise ValueError with the place of the first mistake."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

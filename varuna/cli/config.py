@@ -43,7 +43,7 @@ def use_config(context: typer.Context, path: str | None, kind: type[msgspec.Stru
     """Take defaults of the options in `kind` from a file. The parser calls this before it parses them."""
     _parsed.set(context)
     with exit_2_on_error():
-        _refuse_unknown_variables(os.environ, kind)
+        _refuse_unknown_variables(os.environ, context)
         file = Path(CONFIG_FILE if path is None else path)
         if path is None and not file.is_file():
             return None
@@ -55,7 +55,7 @@ def read_config(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the values of a file, by option. Raise ValueError that names the file and the key."""
     options = get_type_hints(kind)
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the configuration {str(file)!r}: {error.strerror}") from None
     except ValueError as error:  # no TOML, or no UTF-8
@@ -128,8 +128,10 @@ def _checked(file: Path, key: str, value: Any, hint: object) -> Any:
     return str(value) if str in kinds else value
 
 
-def _refuse_unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> None:
-    known = {f"{RUN_PREFIX}_{name.upper()}" for name in kind.__struct_fields__}
+def _refuse_unknown_variables(environment: Mapping[str, str], context: typer.Context) -> None:
+    """Arguments, such as the script, have no variable."""
+    options = [one.name for one in context.command.params if one.param_type_name == "option" and one.name]
+    known = {f"{RUN_PREFIX}_{name.upper()}" for name in options}
     for variable in environment:
         if variable.startswith(f"{RUN_PREFIX}_") and variable not in known:
             raise ValueError(f"the environment variable {variable} is not known{_nearest(variable, known)}")

@@ -11,7 +11,15 @@ from varuna.cli.options import AsJson, printable
 from varuna.codec import encode
 from varuna.files import write_atomic
 from varuna.morph.ledger_file import read_ledger
-from varuna.observe.ledger import HOUR, LOST, LedgerReport, ledger_lines, read_prices, report_ledger
+from varuna.observe.ledger import (
+    HOUR,
+    LOST,
+    MOST_PRICE,
+    LedgerReport,
+    ledger_lines,
+    read_prices,
+    report_ledger,
+)
 from varuna.observe.ledger_page import ledger_page
 from varuna.plan import tables
 
@@ -19,7 +27,8 @@ Price = Annotated[
     str | None, typer.Option(help="Price of a machine-hour, or a file with lines MACHINE,PRICE.")
 ]
 OnDemandPrice = Annotated[
-    float | None, typer.Option(min=0.0, help="Price of a machine-hour that is never taken away.")
+    float | None,
+    typer.Option(min=0.0, max=MOST_PRICE, help="Price of a machine-hour that is never taken away."),
 ]
 
 
@@ -53,7 +62,7 @@ def prices_of(text: str | None) -> dict[str, float]:
     if not path.is_file():
         return read_prices(text, source="--price")
     try:
-        return read_prices(path.read_text(), source=text)
+        return read_prices(path.read_text("utf-8-sig"), source=text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the prices {text!r}: {error}") from None
 

@@ -16,6 +16,7 @@ from varuna.codec import UNDECODABLE, encode
 from varuna.errors import PlanError
 from varuna.files import write_atomic
 from varuna.observe import to_perfetto, to_svg, to_text
+from varuna.observe.ledger import MOST_PRICE
 from varuna.plan import tables
 from varuna.plan.cluster_file import read_cluster, read_machines, read_network, with_links
 from varuna.plan.cost.forecast import forecast_plan
@@ -162,7 +163,7 @@ class SimulateOptions(ClusterOptions, frozen=True, kw_only=True):
     ] = None
     on_demand_price: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Price of a machine-hour on demand.", rich_help_panel=M),
+        typer.Option(min=0.0, max=MOST_PRICE, help="Price of a machine-hour on demand.", rich_help_panel=M),
     ] = None
     html: Annotated[
         Path | None, typer.Option(help="Write a self-contained page to this file.", rich_help_panel=M)

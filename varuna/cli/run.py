@@ -18,7 +18,7 @@ import typer
 from varuna.addresses import is_loopback
 from varuna.cli.config import CONFIG_FILE, options_of_the_default_file, show_config, use_config
 from varuna.cli.launch import ScriptOptions, launch, script_spec
-from varuna.cli.ledger import prices_of
+from varuna.cli.ledger import OnDemandPrice, prices_of
 from varuna.cli.manage import manage
 from varuna.cli.options import add_command, exit_2_on_error, new_app, run_app, say, takes
 from varuna.cli.status.viewers import ViewerOptions
@@ -130,9 +130,7 @@ class RunOptions(ScriptOptions, frozen=True, kw_only=True):
         str | None,
         typer.Option(help="Price of a machine-hour, or a file with lines MACHINE,PRICE, for the ledger."),
     ] = None
-    on_demand_price: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of a machine-hour that is never taken away.")
-    ] = None
+    on_demand_price: OnDemandPrice = None
     track: Annotated[
         list[str] | None,
         typer.Option(help="Write the curves to tensorboard, wandb, mlflow or trackio. Can be repeated."),

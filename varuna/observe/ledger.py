@@ -25,6 +25,8 @@ LOST = CAUSES[1:]
 HOUR = 3600.0
 ROUNDING = 1e-9
 """Parts of a sum that are no more than its error."""
+MOST_PRICE = 1e9
+"""Largest price of a machine-hour."""
 MOST_NAMES = 8
 """Machines without a price that are named."""
 
@@ -350,6 +352,6 @@ def read_prices(text: str, *, source: str) -> dict[str, float]:
 
 def _price(text: str) -> float:
     price = float(text)
-    if not 0 <= price < 1e9:
+    if not 0 <= price <= MOST_PRICE:
         raise ValueError("a price is 0 or more")
     return price

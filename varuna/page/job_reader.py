@@ -23,7 +23,7 @@ from varuna.morph.state import JobVerdict
 from varuna.observe.history_file import NAME as METRICS
 from varuna.observe.history_file import MetricLine
 from varuna.observe.job_view import NAME as LAST_VIEW
-from varuna.observe.job_view import EventView, LayoutView
+from varuna.observe.job_view import EventView, JobView, LayoutView
 from varuna.page.buckets import Axis, CurveWindow, StepBuckets
 from varuna.page.log_reader import LogReader
 from varuna.page.manager_link import ManagerLink
@@ -197,7 +197,9 @@ class JobReader:
         except (OSError, ValueError, *UNDECODABLE) as error:
             problem = str(error) or type(error).__name__
             with suppress(OSError, *UNDECODABLE):
-                self._keep((self._log_dir / LAST_VIEW).read_bytes(), since=self._head.at)
+                # Of an earlier version, or damaged: the browser gets all fields.
+                found = msgspec.json.decode((self._log_dir / LAST_VIEW).read_bytes(), type=JobView)
+                self._keep(msgspec.json.encode(found), since=self._head.at)
         if self._is_over:  # also while its manager ends
             return "over", ""
         if not problem:

@@ -1,6 +1,7 @@
 """Pages of workers' logs for the page: from the log folder, or from the machine that has them."""
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,7 +108,11 @@ class LogReader:
 
 
 def _text(start: int, page: LogPage, *, end: int) -> LogText:
-    return LogText(start, page.start, end, page.data.decode(errors="replace"))
+    """Return the text of a page. A character that is not complete yet belongs to the next page."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(page.data)
+    incomplete, _ = decoder.getstate()
+    return LogText(start, page.start - len(incomplete), end, text)
 
 
 def _numbers(folder: Path, names: re.Pattern[str]) -> list[int]:

@@ -5,6 +5,7 @@ whatever reads files or asks the manager runs in threads. All browsers share one
 """
 
 import asyncio
+import logging
 import socket
 import time
 import traceback
@@ -19,7 +20,7 @@ from aiohttp import web
 from varuna.page.buckets import Axis
 from varuna.page.job_reader import JobReader, PageUpdate
 from varuna.page.log_reader import WorkerLog
-from varuna.page.security import PageSecrets, access_check, add_headers
+from varuna.page.security import Handler, PageSecrets, access_check, add_headers
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -69,7 +70,7 @@ class PageServer:
         self._readers = ThreadPoolExecutor(4, "read")
         self._remote_readers = ThreadPoolExecutor(4, "read remote")
         self.app = web.Application(
-            middlewares=[access_check(keys, self._admit)],  # type: ignore[list-item]
+            middlewares=[access_check(keys, self._admit), self._note_errors],  # type: ignore[list-item]
             client_max_size=1024,
         )
         self.app.on_response_prepare.append(add_headers)
@@ -87,6 +88,7 @@ class PageServer:
         runner = web.AppRunner(
             self.app,
             access_log=None,  # it would hold the token
+            logger=logging.Logger("requests", logging.CRITICAL + 1),  # any local user can send wrong ones
             max_line_size=MAX_LINE,
             max_field_size=MAX_LINE,
             keepalive_timeout=30.0,
@@ -187,6 +189,16 @@ class PageServer:
         if repr(error) not in self._noted:
             self._noted.add(repr(error))
             traceback.print_exception(error)
+
+    @web.middleware
+    async def _note_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            self._note(error)
+            raise web.HTTPInternalServerError from None
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send every update. A browser that is slow skips some."""

@@ -18,7 +18,7 @@ def open_draft(folder: Path, subject: ProfileSubject, *, extends: bool) -> Profi
     if extends and finished.exists():
         return reopen_profile(read_profile(finished), subject, str(finished))
     if extends and unfinished.exists():
-        draft = decode(unfinished.read_text(), ProfileDraft, str(unfinished))
+        draft = decode(unfinished.read_bytes(), ProfileDraft, str(unfinished))
         return resume_draft(draft, subject, str(unfinished))
     return new_draft(subject)
 

@@ -35,7 +35,7 @@ def _path(fingerprint: str, stages: int) -> Path:
 def read_spans(fingerprint: str, stages: int) -> tuple[tuple[int, int], ...] | None:
     """Return the cached spans; None if there is no valid entry."""
     try:
-        found = decode(_path(fingerprint, stages).read_text(), CachedSpans)
+        found = decode(_path(fingerprint, stages).read_bytes(), CachedSpans)
     except (OSError, ValueError):
         return None
     return found.spans if found.fingerprint == fingerprint and len(found.spans) == stages else None

@@ -127,10 +127,10 @@ def position_in_stream(folder: str, accumulated: int) -> tuple[int, int]:
 
 def owner_of(folder: Path) -> FolderOwner | None:
     try:
-        text = (folder / OWNER).read_text()
+        data = (folder / OWNER).read_bytes()
     except OSError:
         return None
-    return decode(text, FolderOwner, str(folder / OWNER))
+    return decode(data, FolderOwner, str(folder / OWNER))
 
 
 def begin_folder(pipeline: TrainerPipeline, folder: str, owner: FolderOwner | None) -> None:

@@ -130,7 +130,7 @@ def run_name(folder: Path) -> str:
     """Return a name that is different for each log folder, and stays: it tells runs of a service apart."""
     path = folder / RUN_FILE
     with suppress(OSError, UnicodeDecodeError):
-        if name := path.read_text().strip():
+        if name := path.read_text("utf-8").strip():
             return name
     name = f"{folder.name}-{secrets.token_hex(4)}"
     with suppress(OSError):  # a full disk: HistoryKeeper reports it

@@ -33,7 +33,7 @@ class MlflowTracker:
         self._client = MlflowClient(default_uri())
         path = job.folder / RUN_FILE
         if path.is_file():
-            self._run = path.read_text().strip()
+            self._run = path.read_text("utf-8").strip()
             self._client.update_run(self._run, status="RUNNING")
             self._names = MlflowNames(self._client.get_run(self._run).data.metrics)
             return
