@@ -43,8 +43,10 @@ def num_mapped() -> int:
 
 def pass_barriers(folder: str, messages: bool) -> None:
     """Begin each barrier at another moment than the other ranks."""
+    others = num_mapped()  # of earlier tests in this process
     session, files = session_of_all(), Path(folder)
     assert session.counters is not None
+    assert num_mapped() == others + 1
     if messages:
         session.counters = None
     for number in range(ROUNDS):
@@ -64,9 +66,8 @@ def pass_barriers(folder: str, messages: bool) -> None:
             pass
         session.finish_barrier()
         assert session.gather_numbers([number]) == [[number]] * session.num_ranks
-    assert num_mapped() == 1
     session.close()
-    assert num_mapped() == 0
+    assert num_mapped() <= others
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["counters", "messages"])

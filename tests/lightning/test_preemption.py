@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import varuna.lightning
 from tests.pool import Pool
@@ -42,11 +42,13 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProgressReader:
 def make_trainer(*, saves: bool) -> Any:
     """Return what the callback uses of Lightning's Trainer."""
     saver = SimpleNamespace(save_last=True, dirpath="saved", CHECKPOINT_NAME_LAST="last", FILE_EXTENSION="")
+    loop = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop
+    loop.epoch_loop.update_lr_schedulers = lambda *_, **__: None  # type: ignore[method-assign]
     return SimpleNamespace(
         max_steps=-1,
         max_epochs=-1,
         should_stop=False,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(update_lr_schedulers=lambda *_, **__: None)),
+        fit_loop=loop,
         strategy=SimpleNamespace(root_device="cpu"),
         checkpoint_callbacks=[saver] if saves else [],
         save_checkpoint=lambda _path: None,
@@ -195,6 +197,91 @@ def test_a_planned_change_keeps_the_end_of_its_epoch(schedule: str, pool: Pool, 
             assert first["events"] + second["events"] == whole["events"]
             torch.testing.assert_close(second["weights"], whole["weights"])
             torch.testing.assert_close(second["best"], whole["best"])
+
+
+class BatchesOf(L.LightningModule):
+    """Notes (step, epoch, value of the batch), and an epoch's start (-1), end (-2) and validation (-3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[tuple[int, int, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append((self.global_step, self.current_epoch, batch[0][0].item()))
+        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.global_step, self.current_epoch, -3.0))
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append((self.global_step, self.current_epoch, -1.0))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append((self.global_step, self.current_epoch, -2.0))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Stream(IterableDataset[tuple[Tensor]]):
+    """The samples, of unknown number."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return iter([(torch.tensor([value]),) for value in SAMPLES])
+
+
+SAMPLES = (0.0, 1.0, 2.0, 3.0)
+
+
+def fit_batches(
+    folder: str, limit: dict[str, int], kind: str, signals: tuple[int, ...]
+) -> list[tuple[int, int, float]]:
+    """Fit once more after each signal, which comes in an epoch; return what all runs noted."""
+    seen = []
+    for signal_in in (*signals, -1):
+        os.environ["VARUNA_GENERATION"] = "1"
+        handler = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        module = BatchesOf()
+        saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=len(SAMPLES))
+        rows = TensorDataset(torch.tensor(SAMPLES)[:, None])
+        loaders = [DataLoader(Stream() if kind == "stream" else rows)]
+        if kind == "validated":
+            loaders.append(DataLoader(rows))
+        trainer = L.Trainer(
+            strategy=varuna.lightning.VarunaStrategy(measure=False, pipeline_num=1, partition_num=1),
+            accelerator="cpu",
+            devices=1,
+            callbacks=[saver, SignalIn(signal_in)],
+            logger=False,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **limit,  # type: ignore[arg-type]
+        )
+        try:
+            trainer.fit(module, *loaders, ckpt_path="last")
+            assert signal_in == -1
+        except SystemExit:
+            assert signal_in >= 0
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
+            del os.environ["VARUNA_GENERATION"]
+        seen += module.seen
+    return seen
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 24}, {"max_epochs": 6}], ids=["steps", "epochs"])
+@pytest.mark.parametrize("kind", ["rows", "validated", "stream"])
+def test_planned_changes_one_after_another_train_each_batch_once(
+    limit: dict[str, int], kind: str, pool: Pool, tmp_path: Path
+) -> None:
+    """TRA-5: also if the checkpoints between them are those of steps."""
+    (whole,) = pool.run(fit_batches, 1, str(tmp_path / "whole"), limit, kind, ())
+    assert [step for step, _, value in whole if value >= 0] == list(range(24))
+    (changed,) = pool.run(fit_batches, 1, str(tmp_path / "changed"), limit, kind, (1, 2, 4))
+    assert changed == whole
 
 
 def test_the_last_epoch_ends_by_itself(pool: Pool, tmp_path: Path) -> None:

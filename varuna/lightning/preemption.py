@@ -93,10 +93,28 @@ class SaveAndExit:
             return
         # Lightning does this after the hooks, and not again after a restart.
         trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        mark_epoch_as_done(trainer.fit_loop)
         name = f"{saver.CHECKPOINT_NAME_LAST}{saver.FILE_EXTENSION}"
         trainer.save_checkpoint(os.path.join(saver.dirpath, name))
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         raise SystemExit(0)
+
+
+def mark_epoch_as_done(fit_loop: Any) -> None:
+    """Set the progress of Lightning's loops so that the next start begins with the next epoch.
+
+    From the end of an epoch, Lightning does so only in some cases: with `max_steps`, and if this run has
+    continued a checkpoint, it would train one batch twice. From the end of the last batch of a finished
+    epoch, it always does, with all hooks of the next epoch.
+    """
+    epochs, epoch_loop = fit_loop.epoch_progress, fit_loop.epoch_loop
+    for count in (epochs.total, epochs.current):
+        count.ready = count.started = count.completed = count.processed
+    batches = epoch_loop.batch_progress
+    for count in (batches.total, batches.current):
+        count.completed = count.processed - 1
+    batches.is_last_batch = False  # else Lightning counts the epoch again
+    epoch_loop._batches_that_stepped -= 1  # the step of loggers; Lightning adds 1 when it continues
 
 
 def ends_after_epoch(trainer: Any) -> bool:
