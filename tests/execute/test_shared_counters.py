@@ -1,6 +1,7 @@
 """Barriers of all ranks, in shared memory and with messages."""
 
 import errno
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -43,6 +44,7 @@ def num_mapped() -> int:
 
 def pass_barriers(folder: str, messages: bool) -> None:
     """Begin each barrier at another moment than the other ranks."""
+    gc.collect()
     others = num_mapped()  # of earlier tests in this process
     session, files = session_of_all(), Path(folder)
     assert session.counters is not None
