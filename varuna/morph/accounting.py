@@ -187,6 +187,8 @@ class Accountant:
             return 0
         found = max(worker.missing_samples for worker in workers)
         before, self.ledger.missing_samples = self.ledger.missing_samples, found
+        if found < 0:  # the script chooses its own batches, which are larger than those of the layout
+            return found - before
         return max(0, found - before)  # below 0: new processes, which count from 0
 
     def _book_save(self, seconds: float) -> None:
@@ -234,6 +236,7 @@ class Accountant:
             if not morphs:
                 ledger.iteration = state.generation.resume_step or 0
                 ledger.has_stepped = False
+                ledger.missing_samples = 0
                 if not is_first:
                     self._count_unseen_steps(state.generation)
             ledger.periods.append(

@@ -145,6 +145,7 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
         save_seconds=saved.save_seconds or state.save_seconds,
         write_seconds=saved.write_seconds or state.write_seconds,
         save_every_seconds=max(w.save_every_seconds for w in progress) or state.save_every_seconds,
+        script_saves=any(worker.script_saves for worker in progress),
     )
 
 
