@@ -286,6 +286,7 @@ class JobState(msgspec.Struct, frozen=True):
     wait_until: float = 0.0  # backoff after crashes: no launch before this time
     crashes: int = 0  # crashes since the last progress
     iteration: int = 0  # of the current generation
+    missing_samples: int = 0  # that the steps of these workers were short of full batches
     stepped_at: float = 0.0  # end of that step; what came after it is lost if the next one is interrupted
     best_iteration: int = 0  # of all generations
     first_iteration: int = (

@@ -139,6 +139,7 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
         first_iteration=max(state.first_iteration, first),
         iteration=iteration,
         best_iteration=max(state.best_iteration, iteration),
+        missing_samples=max(progress, key=lambda worker: worker.steps).missing_samples,
         note=note,
         store=next((worker.store for worker in progress if worker.store), state.store),
         saved_step=max(state.saved_step, saved.saved_step),
