@@ -83,6 +83,7 @@ class World:
         self.num_tries = 0  # requests to save
         self.failed_saves = 0
         self.saving = False  # a save runs, and takes long
+        self.script_saves = False  # the library cannot save on request
         self.checkpoint: events.CheckpointFound | None = None  # None: the newest is whole
         self.verdict: commands.Finish | None = None
         self.happens(events.MachineListRead(tuple(machines)))
@@ -323,6 +324,7 @@ class World:
                 step_seconds=0.5 if self.iteration else 0.0,
                 store="/store",
                 saving=self.saving,
+                script_saves=self.script_saves,
                 failed_saves=self.failed_saves,
                 save_problem="no space left" if self.failed_saves else "",
             )
@@ -858,6 +860,28 @@ def test_workers_without_a_step_that_do_not_begin_to_save_are_killed() -> None:
     assert world.generations == [("a", "b")]
     world.passes(6)
     assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
+
+
+def test_workers_whose_script_ignores_the_request_to_save_are_killed_after_a_minute() -> None:
+    """REL-3: the library cannot save for it, so more requests would change nothing."""
+    world = begun("a", "b")
+    world.script_saves = world.hung = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(60, steps=1)
+    assert world.generations == [("a", "b")]
+    world.passes(6, steps=1)
+    assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
+
+
+def test_workers_whose_script_saves_and_ends_start_again() -> None:
+    """REL-3: in its own handler, of which the library does not know."""
+    world = begun("a", "b")
+    world.script_saves = world.hung = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(2, steps=1)
+    world.all_finish()
+    world.passes(2)
+    assert world.verdict is None and world.generations == [("a", "b"), ("a",)]
 
 
 # ---------------------------------------------------------------- morphs in place

@@ -227,10 +227,12 @@ class Varuna(nn.Module):
         self._hot = HotState.of(environment)
         self._follows_launcher = environment.chunk_size == options.microbatch_size
         self._progress, self._update = open_progress(), UpdateTotals()
-        self._metrics = StepMetrics(device_facts(options.device))
+        self._metrics, self._tracer = (
+            StepMetrics(device_facts(options.device)),
+            open_tracer(environment, rank),
+        )
         self._orders = orders = open_orders()
         self._updates = UpdateReporter(self._progress, self._metrics)
-        self._tracer = open_tracer(environment, rank)
         self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)
