@@ -88,8 +88,10 @@ class StepReports:
         self._begin()  # the model may be in eval mode
         progress = self._updates.progress
         progress.meets(True)
-        yield
-        progress.meets(False)
+        try:
+            yield
+        finally:
+            progress.meets(False)
         progress.alive()
         if batch.is_counted:
             return

@@ -1288,3 +1288,14 @@ def test_events_that_arrive_together_have_the_consequences_of_single_ones(
     together, found = decide_all(start, happened, 100.5)
     assert together.members == single.members and together.usable == single.usable
     assert [command for command in found if isinstance(command, commands.LogEvent)] == logged
+
+
+def test_a_script_may_do_anything_between_the_backwards_of_its_own_loop() -> None:
+    """V43, REL-3: a backward that makes no progress is a hang."""
+    world = begun("a", "b")
+    world.script_saves = True
+    world.passes(2, steps=1, in_step=False)
+    world.passes(4000, in_step=False)
+    assert world.generations == [("a", "b")]
+    world.passes(62)
+    assert len(world.generations) == 2 and "no progress for" in world.launched[1].why

@@ -81,7 +81,7 @@ def test_a_step_has_the_loss_and_the_samples_of_all_its_calls(worker: Worker) ->
         for size in sizes:
             loss, _ = model(*batch(size))
             (loss / len(sizes)).backward()
-            losses.append(float(loss) * size)
+            losses.append(loss.item() * size)
         optimizer.step()
         optimizer.zero_grad()
         expected.append((len(expected) + 1, pytest.approx(sum(losses) / sum(sizes)), sum(sizes)))

@@ -221,18 +221,15 @@ class Varuna(nn.Module):
         super().__init__()
         check_arguments(model, options)
         environment = VarunaEnvironment.read(os.environ)
-        self.device = options.device
-        self._options = options
+        self.device, self._options = options.device, options
         self._loss_scale = LossScale()
         self._hot = HotState.of(environment)
         self._follows_launcher = environment.chunk_size == options.microbatch_size
         self._progress, self._update = open_progress(), UpdateTotals()
-        self._metrics, self._tracer = (
-            StepMetrics(device_facts(options.device)),
-            open_tracer(environment, rank),
-        )
+        self._metrics = StepMetrics(device_facts(options.device))
         self._orders = orders = open_orders()
         self._updates = UpdateReporter(self._progress, self._metrics)
+        self._tracer = open_tracer(environment, rank)
         self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)

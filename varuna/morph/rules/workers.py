@@ -154,7 +154,10 @@ def is_hung(decision: Decision) -> bool:
     settings, step = decision.settings, decision.state.step_seconds
     if not step and not decision.state.activity:
         return False  # no model is wrapped yet: importing and loading have no limit
-    if not step:
+    is_own_time = decision.state.script_saves and not decision.state.in_step  # it may do anything in its loop
+    if is_own_time and decision.state.phase != "saving":
+        return False
+    if not step or is_own_time:
         limit = max(settings.first_step_seconds, 10 * settings.hang_seconds)
     elif decision.state.in_step:
         limit = max(settings.hang_seconds, settings.hang_steps * step)
