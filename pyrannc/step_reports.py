@@ -87,6 +87,7 @@ class StepReports:
         """Note a backward, whose samples count once, however many models it passes."""
         self._begin()  # the model may be in eval mode
         progress = self._updates.progress
+        progress.alive()  # the script may have done anything since the forward
         progress.meets(True)
         try:
             yield

@@ -1297,5 +1297,7 @@ def test_a_script_may_do_anything_between_the_backwards_of_its_own_loop() -> Non
     world.passes(2, steps=1, in_step=False)
     world.passes(4000, in_step=False)
     assert world.generations == [("a", "b")]
+    world.passes(1, steps=1)
     world.passes(62)
-    assert len(world.generations) == 2 and "no progress for" in world.launched[1].why
+    assert len(world.generations) == 2, world.logged
+    assert "no progress for 60 s" in world.launched[1].why
