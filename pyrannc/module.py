@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ from pyrannc.partitioned import PartitionedModel
 from pyrannc.partitioning import ModelPartitioning, PartitionOptions
 from pyrannc.pipeline import BatchInFlight
 from pyrannc.process import join, live_modules, reporting_losses, switches
+from pyrannc.step_reports import open_step_reports
 from varuna.capture.model.lengths import check_dynamic_dims
 from varuna.capture.model.state import Initialize, StageCopy, copied_stage
 from varuna.capture.trace.trace import LOW_PRECISION
@@ -123,6 +124,9 @@ class RaNNCModule(PartMembers):
             timeout_seconds=timeout_seconds,
         )
         self._rank = process.rank
+        self._reports = open_step_reports(self.device, self._rank) if self._optimizers else None
+        if self._reports is not None:
+            self._reports.follow(partitioned.optimizer for partitioned in self._optimizers)
         self._session = self._open_session((tuple(range(process.world)),))
         live_modules.add(self)
 
@@ -157,6 +161,7 @@ class RaNNCModule(PartMembers):
         # A block of its own: errors are reported to the ranks of the new session.
         with self._report_errors("forward"):
             partitioned = partitioning.build(planned, self._session)
+            partitioned.pipeline.keeps_losses = self._reports is not None
             self.__dict__["_partitioned"] = partitioned
             return self._run(partitioned, call)
 
@@ -168,13 +173,17 @@ class RaNNCModule(PartMembers):
         return partitioned.source.attributes.any_training
 
     def _run(self, partitioned: PartitionedModel, call: CurrentCall) -> Any:
-        outputs = partitioned.run(call, self._backward)
+        reports, trains = self._reports, self.training and torch.is_grad_enabled()
+        with nullcontext() if reports is None else reports.call(call.leaves, trains=trains):
+            outputs = partitioned.run(call, self._backward)
         if self._options.configuration.trace_events:
             partitioned.write_trace(Path(self._options.configuration.event_trace_file))
         return outputs
 
     def _backward(self, batch: BatchInFlight, gradients: Any) -> dict[str, Tensor]:
-        with self._report_errors("backward"):
+        reports = self._reports
+        reported = nullcontext() if reports is None else reports.backward(batch, gradients)
+        with self._report_errors("backward"), reported:
             partitioned = self._require_partitioned("backward")
             input_gradients = partitioned.pipeline.backward(
                 batch,

@@ -77,6 +77,13 @@ class BatchInFlight:
     last_ranks: tuple[int, ...]  # of the last stage
     weights: Sequence[float]  # of each rank: its number of samples, or what `loss_weight` returns
     flight: ForwardedBatch | None = None
+    losses: Mapping[int, Tensor] = field(default_factory=dict)  # scalar outputs by number, if they are kept
+    is_counted: bool = False  # its samples are reported
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all ranks."""
+        return self.given[-1][1]
 
     @property
     def total(self) -> float:
@@ -165,6 +172,7 @@ class Pipeline:
     pipeline_num: int  # micro-batches of a replica's batch; 0: as planned
     reduction: Reduction | None  # of outputs without batch dimension; None: found in the model
     loss_weight: WeightFunction | None = None
+    keeps_losses: bool = False  # for the reports of steps
     must_agree_on_overflow: bool = False  # a call was made in fp16
     overflowed: bool = False  # in the last reduction
     reduced: bool = True  # `.grad` holds the sum over all replicas
@@ -210,6 +218,8 @@ class Pipeline:
         outputs = self._collect_outputs(batch, flight)
         flight.results = ()
         batch.flight = flight if signature.grad_enabled else None
+        if self.keeps_losses and signature.grad_enabled:
+            batch.losses = _scalars(captured.outputs, outputs)
         return outputs, batch
 
     def _weights(self, leaves: Mapping[str, Any], counts: Sequence[int]) -> Sequence[float]:
@@ -445,6 +455,15 @@ class Pipeline:
                 whole.narrow(dim, piece.first, piece.stop - piece.first).add_(part)
             gradients[tensor.name] = whole / weight if weight else whole
         return gradients
+
+
+def _scalars(outputs: Sequence[ModelOutput], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return copies of the outputs that are one number of the whole batch and may be its loss."""
+    return {
+        number: value.detach().clone()
+        for number, (output, value) in enumerate(zip(outputs, values, strict=True))
+        if output.dim is None and output.spec.needs_grad and value.numel() == 1
+    }
 
 
 def _take_gradient(leaf: object) -> Tensor:

@@ -1,5 +1,6 @@
 """Requests of the manager during fit: a worker that will save at the end of an epoch says so."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import varuna.lightning
+from tests.morph.jobs import Job
 from tests.pool import Pool
 from varuna.environment import variable_name
 from varuna.lightning.preemption import SaveAndExit
 from varuna.lightning.ranks import StartedProcesses
 from varuna.morph.run.progress_page import ProgressReader
 from varuna.morph.run.worker import early_signal
+from varuna.observe.history_file import read_history
 from varuna.train.process_rank import find_rank
 
 
@@ -303,3 +306,59 @@ def test_machines_are_counted_under_mpirun(rank: int, node: int, monkeypatch: py
     for name, value in {**OF_MPIRUN, **own}.items():
         monkeypatch.setenv(name, value)
     assert StartedProcesses(find_rank(os.environ)).node_rank() == node
+
+
+FIT = """
+import os, time
+from pathlib import Path
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import varuna.lightning
+
+class AutoEncoder(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.decoder(self.encoder(batch[0])), batch[0])
+        if not Path("hurry").exists():
+            time.sleep(0.05)
+        print("step", self.global_step, "loss", loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+world = int(os.environ["WORLD_SIZE"])
+trainer = L.Trainer(
+    strategy=varuna.lightning.VarunaStrategy(measure=False), accelerator="cpu", devices=1, num_nodes=world,
+    max_epochs=20, accumulate_grad_batches=2, callbacks=[ModelCheckpoint("saved", save_last=True)],
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
+)
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=8 // world)
+trainer.fit(AutoEncoder(), loader, ckpt_path="last")
+"""
+
+
+def test_a_managed_job_shows_its_updates_and_continues_them_after_a_planned_change(tmp_path: Path) -> None:
+    """TRA-5, SEE-3, V47: an update of two batches in two modules is one step of 16 samples."""
+    with Job(tmp_path, machines=2, script=FIT) as job:
+        job.wait_for_steps(3)
+        job.wait_for_reports(8)
+        job.write_list(1)
+        job.wait_for("generation: 2: 1 stage x 1 replica")
+        job.wait_for_steps(3)
+        assert job.finish() == 0, job.text
+        (folder,) = (tmp_path / "varuna_logs").iterdir()
+        report = json.loads(job.varuna("ledger", str(folder), "--json").stdout)
+    points = read_history(folder).steps()
+    assert [(one.step, one.samples) for one in points] == [(step, 16) for step in range(1, 121)]
+    assert not any(one.has_loss for one in points), "training_step computes it"
+    assert (report["steps"], report["steps_redone"], report["samples"]) == (120, 0, 120 * 16)
+    assert report["useful_seconds"] > 0

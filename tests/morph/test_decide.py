@@ -83,6 +83,7 @@ class World:
         self.num_tries = 0  # requests to save
         self.failed_saves = 0
         self.saving = False  # a save runs, and takes long
+        self.script_saves = False  # the library cannot save on request
         self.checkpoint: events.CheckpointFound | None = None  # None: the newest is whole
         self.verdict: commands.Finish | None = None
         self.happens(events.MachineListRead(tuple(machines)))
@@ -323,6 +324,7 @@ class World:
                 step_seconds=0.5 if self.iteration else 0.0,
                 store="/store",
                 saving=self.saving,
+                script_saves=self.script_saves,
                 failed_saves=self.failed_saves,
                 save_problem="no space left" if self.failed_saves else "",
             )
@@ -860,6 +862,28 @@ def test_workers_without_a_step_that_do_not_begin_to_save_are_killed() -> None:
     assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
 
 
+def test_workers_whose_script_ignores_the_request_to_save_are_killed_after_a_minute() -> None:
+    """REL-3: the library cannot save for it, so more requests would change nothing."""
+    world = begun("a", "b")
+    world.script_saves = world.hung = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(60, steps=1)
+    assert world.generations == [("a", "b")]
+    world.passes(6, steps=1)
+    assert world.generations[1:] == [("a",)] and "did not save and end in time" in world.launched[1].why
+
+
+def test_workers_whose_script_saves_and_ends_start_again() -> None:
+    """REL-3: in its own handler, of which the library does not know."""
+    world = begun("a", "b")
+    world.script_saves = world.hung = True
+    world.happens(events.MachineListRead(("a",)))
+    world.passes(2, steps=1)
+    world.all_finish()
+    world.passes(2)
+    assert world.verdict is None and world.generations == [("a", "b"), ("a",)]
+
+
 # ---------------------------------------------------------------- morphs in place
 
 
@@ -1264,3 +1288,16 @@ def test_events_that_arrive_together_have_the_consequences_of_single_ones(
     together, found = decide_all(start, happened, 100.5)
     assert together.members == single.members and together.usable == single.usable
     assert [command for command in found if isinstance(command, commands.LogEvent)] == logged
+
+
+def test_a_script_may_do_anything_between_the_backwards_of_its_own_loop() -> None:
+    """V43, REL-3: a backward that makes no progress is a hang."""
+    world = begun("a", "b")
+    world.script_saves = True
+    world.passes(2, steps=1, in_step=False)
+    world.passes(4000, in_step=False)
+    assert world.generations == [("a", "b")]
+    world.passes(1, steps=1)
+    world.passes(62)
+    assert len(world.generations) == 2, world.logged
+    assert "no progress for 60 s" in world.launched[1].why

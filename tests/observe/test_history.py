@@ -32,6 +32,7 @@ def test_a_history_has_each_step_once_and_knows_the_speed() -> None:
     assert (history.last, history.step_seconds, history.samples_per_second) == (None, None, None)
     for step in (1, 2, 3, 2, 3, 4):  # steps 2 and 3 run again after a restart
         history.add(point(step, None if step == 3 else step / 10))
+    assert all(found.has_loss for found in history.steps()), "a loss that is not finite is known"
     assert history.steps() == [point(1, 0.1), point(2, 0.2), point(3, None), point(4, 0.4)]
     assert history.steps(after=2) == [point(3, None), point(4, 0.4)]
     assert (history.step_seconds, history.samples_per_second, history.tokens_per_second) == (0.25, 32, 256)
@@ -40,6 +41,15 @@ def test_a_history_has_each_step_once_and_knows_the_speed() -> None:
     assert history.samples_per_second == 32
     history.begin_layout()
     assert history.step_seconds is None and history.last == point(4, 0.4)
+
+
+def test_a_loss_that_is_not_known_stays_so_in_the_file(tmp_path: Path) -> None:
+    """SEE-3: a job whose script computes its loss."""
+    keeper = HistoryKeeper(tmp_path, continues=False, monotonic=Clock())
+    points = [point(1, None), StepPoint(2, 1002.0, None, 0.25, 8, 64, has_loss=False)]
+    keeper.add(points, [])
+    keeper.release(all_of_them=True)
+    assert keeper.history.steps() == read_history(tmp_path).steps() == points
 
 
 def test_ten_million_steps_and_many_scalars_stay_below_ten_megabytes() -> None:

@@ -445,6 +445,8 @@ def test_rows_have_the_units_of_their_names() -> None:
     assert str(first.values) == "{'loss': nan, 'step_seconds': 0.5, 'samples_per_second': 16.0}"
     assert second == (4, 2.0, {"loss": 0.25, "step_seconds": 0.0})
     assert third == (3, 1.0, {"a": 0.5, "b": 1.5})
+    (without,) = rows_of([StepPoint(5, 3.0, None, 0.5, 8, has_loss=False)], [])
+    assert without.values == {"step_seconds": 0.5, "samples_per_second": 16.0}
 
 
 def test_a_scalar_with_the_name_of_a_curve_of_the_job_has_a_curve_of_its_own() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from varuna.environment import VarunaEnvironment
-from varuna.morph.run.progress_page import ProgressWriter, open_progress
+from varuna.morph.run.progress_page import ProgressWriter, process_progress
 from varuna.morph.run.worker import early_signal
 
 log = logging.getLogger("varuna")
@@ -67,7 +67,7 @@ class SaveAndExit:
         """Tell the manager that this worker will save and end, so that it waits for the end of the epoch."""
         self._requested = True
         if not self._progress.watched:
-            self._progress = open_progress()
+            self._progress = process_progress()
         self._progress.on_demand(True)
 
     def on_validation_batch_end(self, *_args: Any) -> None:

@@ -182,11 +182,10 @@ class Accountant:
 
     def _missing_samples(self, state: JobState) -> int:
         """Return the samples that the new steps were short of full batches, as at the end of an epoch."""
-        workers = distinct_reports(state.progress)
-        if not workers:  # a morph begins: their reports are forgotten, and come again
-            return 0
-        found = max(worker.missing_samples for worker in workers)
+        found = state.missing_samples
         before, self.ledger.missing_samples = self.ledger.missing_samples, found
+        if found < 0:  # the script chooses its own batches, which are larger than those of the layout
+            return found - before
         return max(0, found - before)  # below 0: new processes, which count from 0
 
     def _book_save(self, seconds: float) -> None:
@@ -234,6 +233,7 @@ class Accountant:
             if not morphs:
                 ledger.iteration = state.generation.resume_step or 0
                 ledger.has_stepped = False
+                ledger.missing_samples = 0
                 if not is_first:
                     self._count_unseen_steps(state.generation)
             ledger.periods.append(

@@ -27,10 +27,11 @@ class StepPoint(msgspec.Struct, frozen=True, array_like=True):
 
     step: int  # number of finished steps
     at: float  # seconds since 1970
-    loss: float | None  # None: not a finite number
+    loss: float | None  # None: not a finite number, or not known
     seconds: float  # since the end of the previous step
     samples: int = 0  # of the whole job in this step
     tokens: int = 0  # 0: unknown
+    has_loss: bool = True  # False: the loss is not known, as if the script computes it
 
 
 class ScalarPoint(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +90,7 @@ class JobHistory:
     """Curves of a job."""
 
     def __init__(self) -> None:
-        self._steps = Curve(5, MAX_STEPS)
+        self._steps = Curve(6, MAX_STEPS)
         self._scalars: dict[str, Curve] = {}
         self._ranks: dict[str, int] = {}  # lowest rank that has logged a scalar
         self._recent: deque[StepPoint] = deque(maxlen=RECENT)
@@ -101,8 +102,8 @@ class JobHistory:
         """Add a step. Return False if the history has it, or a later one, already."""
         self.newest = point
         self._recent.append(point)
-        values = (point.at, _number(point.loss), point.seconds, float(point.samples), float(point.tokens))
-        if not self._steps.add(point.step, *values):
+        values = (point.at, _number(point.loss), point.seconds, point.samples, point.tokens, point.has_loss)
+        if not self._steps.add(point.step, *map(float, values)):
             return False
         self.last = point
         return True
@@ -152,8 +153,8 @@ class JobHistory:
     def steps(self, limit: int | None = None, *, after: int = -1) -> list[StepPoint]:
         """Return at most about `limit` points after a step, evenly chosen, and always the newest one."""
         return [
-            StepPoint(step, at, finite(loss), seconds, int(samples), int(tokens))
-            for step, (at, loss, seconds, samples, tokens) in self._steps.rows(limit, after=after)
+            StepPoint(step, at, finite(loss), seconds, int(samples), int(tokens), bool(has_loss))
+            for step, (at, loss, seconds, samples, tokens, has_loss) in self._steps.rows(limit, after=after)
         ]
 
     @property

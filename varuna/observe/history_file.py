@@ -31,7 +31,10 @@ After a morph, another machine reports the steps, and its first report may overt
 
 
 class MetricLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line: a step, or a scalar, which has a name. A number that is missing is not finite."""
+    """One line: a step, or a scalar, which has a name. A number that is missing is not finite.
+
+    `has_loss` false: the loss is not known.
+    """
 
     step: int
     at: float
@@ -41,6 +44,13 @@ class MetricLine(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     name: str = ""
     value: float | None = None
+    has_loss: bool = True
+
+    @property
+    def step_point(self) -> StepPoint:
+        return StepPoint(
+            self.step, self.at, self.loss, self.seconds, self.samples, self.tokens, self.has_loss
+        )
 
 
 _decoder = msgspec.json.Decoder(MetricLine)
@@ -71,7 +81,7 @@ def add_line(history: JobHistory, line: MetricLine) -> None:
     if line.name:
         history.add_scalar(ScalarPoint(line.name, line.step, line.at, line.value))
     else:
-        history.add(StepPoint(line.step, line.at, line.loss, line.seconds, line.samples, line.tokens))
+        history.add(line.step_point)
 
 
 class HistoryKeeper:

@@ -38,7 +38,7 @@ class MachineView(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     step_seconds: float | None = None  # of its slowest worker, like the next two
     compute_seconds: float | None = None
-    wait_seconds: float | None = None  # step time that is not compute time
+    wait_seconds: float | None = None  # step time that is not compute time; None: compute time not known
     memory_bytes: int | None = None  # of its fullest device, or of all its workers on CPUs
     memory_limit: int | None = None
     device: str = ""
@@ -56,6 +56,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     num_steps: int | None = None
     loss: float | None = None
+    has_loss: bool = True  # False: the script computes it, and the library does not know it
     step_seconds: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None

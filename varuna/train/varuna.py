@@ -29,10 +29,10 @@ from varuna.execute.update.optimizers import refuse_coupled_update
 from varuna.execute.update.precision import LossScale, make_loss_scale
 from varuna.execute.update.shard import OptimizerShards
 from varuna.execute.update.update_totals import UpdateTotals
+from varuna.morph.metrics.update_reporter import UpdateReporter
 from varuna.morph.metrics.worker import StepMetrics
 from varuna.morph.run.order_page import open_orders
 from varuna.morph.run.progress_page import open_progress
-from varuna.observe.losses import open_losses
 from varuna.observe.record import merge, on_one_clock
 from varuna.observe.trace_file import open_tracer
 from varuna.schedule import held
@@ -221,15 +221,15 @@ class Varuna(nn.Module):
         super().__init__()
         check_arguments(model, options)
         environment = VarunaEnvironment.read(os.environ)
-        self.device = options.device
-        self._options = options
+        self.device, self._options = options.device, options
         self._loss_scale = LossScale()
         self._hot = HotState.of(environment)
         self._follows_launcher = environment.chunk_size == options.microbatch_size
         self._progress, self._update = open_progress(), UpdateTotals()
         self._metrics = StepMetrics(device_facts(options.device))
         self._orders = orders = open_orders()
-        self._losses, self._tracer = open_losses(os.environ), open_tracer(environment, rank)
+        self._updates = UpdateReporter(self._progress, self._metrics)
+        self._tracer = open_tracer(environment, rank)
         self._copies = weakref.WeakSet[StageCopy]()
         if options.compile:
             start_compiler(options.device)
@@ -372,24 +372,19 @@ class Varuna(nn.Module):
 
     def _report_update(self) -> None:
         """Report the steps of an update to the manager, the metrics and the losses."""
+        if not self._updates.watched:
+            return
         update = self._update
-        if self._progress.watched or self._metrics.watched:
-            seconds = self._progress.leave(
-                self.iteration,
-                update.compute_seconds,
-                missing_samples=self.plan.batch_size - update.samples,
-            )
-            self._metrics.finish_step(
-                self.iteration,
-                update.loss,
-                seconds=seconds,
-                samples=update.samples,
-                is_first=self.rank == self._session.ranks[0],
-            )
-            if self._progress.watched:
-                report_if_hot(self)
-        if self._losses is not None:
-            self._losses.write(self.iteration - 1, update.loss)
+        self._updates.finish(
+            self.iteration,
+            loss=update.loss,
+            samples=update.samples,
+            batch_size=self.plan.batch_size,
+            compute_seconds=update.compute_seconds,
+            is_first=self.rank == self._session.ranks[0],
+        )
+        if self._progress.watched:
+            report_if_hot(self)
 
     def batches(
         self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None

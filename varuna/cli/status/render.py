@@ -26,7 +26,7 @@ def plain_line(view: JobView) -> str:
     parts = [
         view.phase if view.phase != "running" else "",
         progress_text(view),
-        f"loss {loss_text(view.loss)}" if view.step else "",
+        f"loss {loss_text(view.loss)}" if view.step and view.has_loss else "",
         *speeds(view),
         view.layout.text if view.layout is not None else "",
         machines_text(view.machines),
@@ -50,7 +50,10 @@ def live_status(view: JobView, *, height: int = 40, num_events: int = 1) -> Grou
     lines: list[Text | Table] = [title, bar(view)]
     if view.step:
         numbers = [*speeds(view), *scalar_texts(view)]
-        lines.append(Text.assemble(("loss ", "dim"), (loss_text(view.loss), "bold"), *pairs(numbers)))
+        if view.has_loss:
+            lines.append(Text.assemble(("loss ", "dim"), (loss_text(view.loss), "bold"), *pairs(numbers)))
+        elif numbers:
+            lines.append(Text("   ".join(numbers)))
     if view.layout is not None:
         lines.append(
             Text.assemble(

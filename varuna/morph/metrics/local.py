@@ -83,9 +83,10 @@ class LocalMetricsWriter(MetricsWriter):
         self._thread.start()
         atexit.register(self.close)
 
-    def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
+    def step(self, step: int, loss: float | None, *, seconds: float, samples: int, tokens: int = 0) -> None:
         self.last_step = step
-        self._steps.append(StepPoint(step, time.time(), finite(loss), seconds, samples, tokens))
+        known, value = loss is not None, None if loss is None else finite(loss)
+        self._steps.append(StepPoint(step, time.time(), value, seconds, samples, tokens, known))
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if os.getpid() == self._pid:  # not in a process of a data loader

@@ -21,7 +21,7 @@ from varuna.morph.state import WorkerFacts
 from varuna.observe.history import ScalarPoint, StepPoint, finite
 
 HEADER = 4096
-_STEP = struct.Struct("<qqdddqqq")  # number of the record, the fields of a StepPoint, the number again
+_STEP = struct.Struct("<qqdddqqqq")  # number of the record, the fields of a StepPoint, the number again
 _SCALAR = struct.Struct("<qqddH62sq")  # number, step, at, value, length and text of the name, number again
 _FACTS = struct.Struct("<qqqdd")  # in the order of WorkerFacts
 _FACTS_AT = 64
@@ -89,8 +89,8 @@ class MetricsWriter:
     watched = False
     last_step = 0  # of the last record
 
-    def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
-        """Write the record of a finished step."""
+    def step(self, step: int, loss: float | None, *, seconds: float, samples: int, tokens: int = 0) -> None:
+        """Write the record of a finished step. Loss None: not known."""
 
     def scalar(self, name: str, value: float, step: int) -> None:
         """Write a value of `varuna.log`."""
@@ -110,9 +110,10 @@ class SharedMetricsWriter(MetricsWriter):
         self._facts = WorkerFacts()
         self._pid = os.getpid()
 
-    def step(self, step: int, loss: float, *, seconds: float, samples: int, tokens: int = 0) -> None:
+    def step(self, step: int, loss: float | None, *, seconds: float, samples: int, tokens: int = 0) -> None:
         self.last_step = step
-        self._steps.write(step, time.time(), loss, seconds, samples, tokens)
+        known, number = loss is not None, 0.0 if loss is None else loss
+        self._steps.write(step, time.time(), number, seconds, samples, tokens, known)
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if os.getpid() != self._pid:  # a process of a data loader has inherited the page
@@ -157,8 +158,10 @@ class MetricsReader:
         self.path.unlink(missing_ok=True)
 
 
-def _step(step: int, at: float, loss: float, seconds: float, samples: int, tokens: int) -> StepPoint:
-    return StepPoint(step, at, finite(loss), seconds, samples, tokens)
+def _step(
+    step: int, at: float, loss: float, seconds: float, samples: int, tokens: int, has_loss: int
+) -> StepPoint:
+    return StepPoint(step, at, finite(loss) if has_loss else None, seconds, samples, tokens, bool(has_loss))
 
 
 def _scalar(step: int, at: float, value: float, length: int, text: bytes) -> ScalarPoint:

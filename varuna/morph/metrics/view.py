@@ -41,6 +41,7 @@ def job_view(state: JobState, source: ViewSource, *, now: float, wall: float) ->
         step=step,
         num_steps=num_steps,
         loss=newest.loss if newest is not None else None,
+        has_loss=newest is None or newest.has_loss,
         step_seconds=seconds,
         samples_per_second=history.samples_per_second if running else None,
         tokens_per_second=history.tokens_per_second if running else None,
@@ -83,6 +84,7 @@ def machine_view(state: JobState, machine: str, *, now: float, slow: Collection[
     workers = state.progress.get(machine, ())
     trained = [worker for worker in workers if worker.steps]
     slowest = max(trained, key=lambda worker: worker.compute_seconds, default=None)
+    is_measured = any(worker.compute_seconds for worker in trained)  # not by RaNNCModule
     has_device = any(worker.facts.memory_limit for worker in workers)
     memory = [worker.facts.memory_bytes for worker in workers]
     return MachineView(
@@ -91,8 +93,12 @@ def machine_view(state: JobState, machine: str, *, now: float, slow: Collection[
         ranks=tuple(worker.rank for worker in workers),
         step=max((worker.iteration for worker in trained), default=None),
         step_seconds=slowest.step_seconds if slowest is not None else None,
-        compute_seconds=slowest.compute_seconds if slowest is not None else None,
-        wait_seconds=None if slowest is None else max(0.0, slowest.step_seconds - slowest.compute_seconds),
+        compute_seconds=slowest.compute_seconds if is_measured and slowest is not None else None,
+        wait_seconds=(
+            max(0.0, slowest.step_seconds - slowest.compute_seconds)
+            if is_measured and slowest is not None
+            else None
+        ),
         memory_bytes=(max(memory) if has_device else sum(memory)) or None if memory else None,
         memory_limit=max((worker.facts.memory_limit for worker in workers), default=0) or None,
         device=next((worker.facts.device for worker in workers if worker.facts.device), ""),

@@ -44,7 +44,9 @@ class StepMetrics:
         """Note at which step the training ends."""
         self._writer.describe(num_steps=step or 0)
 
-    def finish_step(self, step: int, loss: float, *, seconds: float, samples: int, is_first: bool) -> None:
+    def finish_step(
+        self, step: int, loss: float | None, *, seconds: float, samples: int, is_first: bool
+    ) -> None:
         """Write the record of a step. The first rank writes it for the whole job."""
         if is_first:
             self._writer.step(step, loss, seconds=seconds, samples=samples, tokens=samples * self._tokens)

@@ -132,7 +132,7 @@ class Decision:
     def launch(self, proposal: MachinePlan, resume_step: int | None) -> None:
         generation, why = self.next_generation(proposal, resume_step), self.state.reason
         first = resume_step or 0
-        self.set(iteration=first, first_iteration=first, step_seconds=0.0, join_failures=0)
+        self.set(iteration=first, first_iteration=first, missing_samples=0, step_seconds=0.0, join_failures=0)
         self.begin_generation("running", generation, why)
         self.do(commands.Launch(generation, shorten_reason(why), proposal.reasons))
 

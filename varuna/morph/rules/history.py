@@ -186,7 +186,7 @@ def _training_goes_on(decision: Decision, history: ChangeHistory) -> None:
     """The first step after a restart is reported."""
     state = decision.state
     assert state.generation is not None and history.stopped_at is not None
-    resumed = state.generation.resume_step or 0
+    resumed = max(state.generation.resume_step or 0, state.first_iteration)
     trained = max(0, state.iteration - resumed) * state.step_seconds
     seconds = decision.now - history.stopped_at - trained
     if history.stopped_by_loss:

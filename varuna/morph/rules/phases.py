@@ -290,7 +290,8 @@ def wait_for_save(decision: Decision) -> None:
     if decision.state.failures:
         crash_when_cause_is_known(decision)
     elif decision.all_ended():
-        if not _saved_on_demand(decision) and decision.state.best_iteration:
+        may_have_saved = _saved_on_demand(decision) or decision.state.script_saves
+        if not may_have_saved and decision.state.best_iteration:
             decision.finish(FINISHED)
         else:
             decision.enter("gathering", decision.state.reason)
@@ -303,12 +304,13 @@ def wait_for_save(decision: Decision) -> None:
 
 
 def _save_takes_long(decision: Decision) -> None:
-    """Kill workers that must leave now, or have neither made a step nor begun to save.
+    """Kill workers that must leave now, or that have not begun to save and may never do so.
 
-    Others keep what they have computed.
+    Others have made a step, and keep what they have computed.
     """
     state = decision.state
-    if decision.now >= decision.leave_by() or not (state.step_seconds or state.saving_now):
+    may_save = bool(state.step_seconds) and not state.script_saves
+    if decision.now >= decision.leave_by() or not (may_save or state.saving_now):
         decision.end_generation(f"{state.reason}; but the workers did not save and end in time")
         return
     decision.set(deadline=save_deadline(decision))

@@ -139,12 +139,14 @@ def keep_facts(decision: Decision, progress: Sequence[WorkerProgress]) -> None:
         first_iteration=max(state.first_iteration, first),
         iteration=iteration,
         best_iteration=max(state.best_iteration, iteration),
+        missing_samples=max(progress, key=lambda worker: worker.steps).missing_samples,
         note=note,
         store=next((worker.store for worker in progress if worker.store), state.store),
         saved_step=max(state.saved_step, saved.saved_step),
         save_seconds=saved.save_seconds or state.save_seconds,
         write_seconds=saved.write_seconds or state.write_seconds,
         save_every_seconds=max(w.save_every_seconds for w in progress) or state.save_every_seconds,
+        script_saves=any(worker.script_saves for worker in progress),
     )
 
 
@@ -152,7 +154,10 @@ def is_hung(decision: Decision) -> bool:
     settings, step = decision.settings, decision.state.step_seconds
     if not step and not decision.state.activity:
         return False  # no model is wrapped yet: importing and loading have no limit
-    if not step:
+    is_own_time = decision.state.script_saves and not decision.state.in_step  # it may do anything in its loop
+    if is_own_time and decision.state.phase != "saving":
+        return False
+    if not step or is_own_time:
         limit = max(settings.first_step_seconds, 10 * settings.hang_seconds)
     elif decision.state.in_step:
         limit = max(settings.hang_seconds, settings.hang_steps * step)

@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 import time
+from functools import cache
 from pathlib import Path
 
 from varuna.codec import decode, encode
@@ -16,7 +17,7 @@ from varuna.files import open_private
 from varuna.morph.state import CodeIdentity, MorphParts, WorkerProgress
 
 PAGE = 8192
-_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqqdd")  # in the order of SharedProgressWriter._write
+_NUMBERS = struct.Struct("<qqqqqqqddddqqqdqdddqqddq")  # in the order of SharedProgressWriter._write
 _COPY_OF = struct.Struct("<q")
 _COPY_OF_AT = 19 * _COPY_OF.size  # its place in _NUMBERS, whose fields have 8 bytes each
 _TEXT = struct.Struct("<H")
@@ -72,6 +73,9 @@ class ProgressWriter:
     def saves_every(self, seconds: float) -> None:
         """Note the autosave interval; 0: off."""
 
+    def script_saves(self) -> None:
+        """Note that the library cannot save on request: the script may, in a handler of its own."""
+
     def hot(self, yes: bool, why_not: str = "", *, replicated: bool = True) -> None:
         """Note whether this worker can morph in place, why not, and if replicas hold their whole stage."""
 
@@ -98,7 +102,7 @@ class SharedProgressWriter(ProgressWriter):
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
         self._steps = self._iteration = self._activity = self._failed_saves = self._missing_samples = 0
-        self._in_step = self._on_demand = False
+        self._in_step = self._on_demand = self._script_saves = False
         self._saved_step = -1
         self._compute_seconds = self._step_seconds = self._save_every_seconds = 0.0
         self._save_seconds = self._write_seconds = 0.0
@@ -169,6 +173,10 @@ class SharedProgressWriter(ProgressWriter):
         self._save_every_seconds = seconds
         self._write()
 
+    def script_saves(self) -> None:
+        self._script_saves = True
+        self._write()
+
     def hot(self, yes: bool, why_not: str = "", *, replicated: bool = True) -> None:
         self._write_text(_WHY_NOT_AT, why_not.encode()[:MAX_NOTE])
         self._hot = yes * (1 if replicated else 2)
@@ -226,6 +234,7 @@ class SharedProgressWriter(ProgressWriter):
             self._missing_samples,
             self._left,
             self._write_seconds,
+            self._script_saves,
         )
 
 
@@ -239,6 +248,16 @@ def open_progress() -> ProgressWriter:
             return SharedProgressWriter(mmap.mmap(file.fileno(), PAGE))
     except (OSError, ValueError):  # training continues without it
         return ProgressWriter()
+
+
+def process_progress() -> ProgressWriter:
+    """Return the one writer of this process, for reporters that do not know each other."""
+    return _open_once(VarunaEnvironment.read(os.environ).progress_file or "")
+
+
+@cache
+def _open_once(_path: str) -> ProgressWriter:
+    return open_progress()
 
 
 class ProgressReader:
@@ -255,9 +274,19 @@ class ProgressReader:
     def read(self, pid: int = 0) -> WorkerProgress:
         numbers = _NUMBERS.unpack_from(self._page)
         steps, iteration, activity, in_step, saving, saved, failed, compute, step, save, every = numbers[:11]
-        hot, waits, generation, morph_seconds, morph_bytes, *parts, copy_of, missing, left, write = numbers[
-            11:
-        ]
+        (
+            hot,
+            waits,
+            generation,
+            morph_seconds,
+            morph_bytes,
+            *parts,
+            copy_of,
+            missing,
+            left,
+            write,
+            script_saves,
+        ) = numbers[11:]
         return WorkerProgress(
             self.rank,
             pid=pid,
@@ -288,6 +317,7 @@ class ProgressReader:
             morph_parts=MorphParts(*parts),
             missing_samples=missing,
             step_age=max(0.0, time.monotonic() - left) if left else 0.0,
+            script_saves=bool(script_saves),
         )
 
     def _read_code(self) -> CodeIdentity:

@@ -24,7 +24,8 @@ def rows_of(steps: Sequence[StepPoint], scalars: Sequence[ScalarPoint]) -> list[
     """Return the rows of new points. A value that is not finite is nan."""
     rows = []
     for point in steps:
-        values = {"loss": _number(point.loss), "step_seconds": point.seconds}
+        values = {"loss": _number(point.loss)} if point.has_loss else {}
+        values["step_seconds"] = point.seconds
         if point.seconds > 0:
             values["samples_per_second"] = point.samples / point.seconds
             if point.tokens:

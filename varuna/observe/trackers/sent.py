@@ -12,7 +12,7 @@ import msgspec
 
 from varuna.codec import UNDECODABLE
 from varuna.files import write_atomic
-from varuna.observe.history import ScalarPoint, StepPoint
+from varuna.observe.history import ScalarPoint
 from varuna.observe.history_file import NAME as METRICS
 from varuna.observe.history_file import read_lines
 from varuna.observe.trackers.rows import MetricRow, rows_of
@@ -43,9 +43,7 @@ class SentPoints:
             if line.name:
                 scalars.append(ScalarPoint(line.name, line.step, line.at, line.value))
             else:
-                steps.append(
-                    StepPoint(line.step, line.at, line.loss, line.seconds, line.samples, line.tokens)
-                )
+                steps.append(line.step_point)
         return rows_of(steps, scalars)
 
     def unsent(self, rows: Iterable[MetricRow]) -> list[MetricRow]:
