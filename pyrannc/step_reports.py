@@ -39,7 +39,8 @@ class StepReports:
         self._is_open = False  # a step runs
         self._graph = -1  # backward that ran last
         self._samples_of_graph = self._samples = 0  # of it, and of those before it in this step
-        self._loss_sum, self._loss_samples = 0.0, 0
+        self._loss_sum: Tensor | float = 0.0
+        self._loss_samples = 0
 
     @property
     def watched(self) -> bool:
@@ -105,7 +106,7 @@ class StepReports:
         self._samples_of_graph = max(self._samples_of_graph, samples)
         used = [loss for number, loss in batch.losses.items() if gradients[number] is not None]
         if len(used) == 1:
-            self._loss_sum += samples * used[0].item()
+            self._loss_sum = self._loss_sum + samples * used[0].float()  # on its device: nothing waits for it
             self._loss_samples += samples
 
     def _finish(self) -> None:
@@ -118,7 +119,7 @@ class StepReports:
         samples = self._samples + self._samples_of_graph
         self._updates.finish(
             self._number,
-            loss=self._loss_sum / self._loss_samples if self._loss_samples else None,
+            loss=float(self._loss_sum) / self._loss_samples if self._loss_samples else None,
             samples=samples,
             batch_size=samples if self._batch_size is None else self._batch_size,
             compute_seconds=0.0,  # the ranks of a stage may compute different numbers of samples
