@@ -75,8 +75,8 @@ def test_machines_that_start_together_are_one_array_of_one_node_jobs(
         assert each.hear() == {"heard": "SIGTERM"}
     for agent in agents:
         agent.kill()
-    for each in dialled_in:
-        each.wait_until_gone()  # and did not hear SIGTERM again
+    for each in dialled_in:  # on a busy node, the SIGTERM of scancel may come before the SIGKILL
+        assert all(line == {"heard": "SIGTERM"} for line in each.hear_until_gone())
     assert {wait_for_the_end(agent).split(": ")[0] for agent in agents} == {
         f"Slurm job {agent.job}" for agent in agents
     }

@@ -29,6 +29,13 @@ class StubConnection:
         with contextlib.suppress(ConnectionError):  # killed with something unread
             assert self._heard.readline() == ""
 
+    def hear_until_gone(self) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(ConnectionError):
+            while line := self._heard.readline():
+                lines.append(json.loads(line))
+        return lines
+
     def close(self) -> None:
         self._heard.close()
         with contextlib.suppress(OSError):
