@@ -96,6 +96,43 @@ def test_a_loss_while_a_machine_leaves_costs_no_restart_if_the_others_hold_every
         assert not any("c: its leaving workers" in line for line in world.logged), "they are killed at once"
 
 
+def handing_over(generation: int) -> Outcome:
+    """Return the end of a worker that leaves, and has handed its state over to this generation."""
+    return msgspec.structs.replace(killed(3), entered=generation)
+
+
+@pytest.mark.parametrize("has_given", [False, True])
+@pytest.mark.parametrize("machine", ["b", "c"])
+def test_a_worker_that_leaves_is_missed_until_it_has_handed_its_state_over(
+    machine: str, has_given: bool
+) -> None:
+    """HOT-3: it is killed, on a machine whose other worker stays, or on one that leaves.
+
+    The others would wait for its state, and then end with an error. Later, its end costs nothing.
+    """
+    world = begun("a", "b", "c", stages=3, hot=True, devices=2)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(2, steps=1)
+    assert world.state.phase == "morphing" and world.morphed[0].leaving == (3, 4, 5)
+    number = world.morphed[0].generation.number
+    outcome = handing_over(number if has_given else number - 1)
+    if machine == "b":
+        world.happens(events.LeaverFailed("b", world.agents["b"], number, outcome))
+    else:
+        world.end_workers("c", outcome)
+    world.morphs = True
+    world.passes(3, steps=1)
+    if has_given:
+        assert len(world.morphed) == 1
+        return
+    assert f"{machine} failed while it handed its state over" in world.logged[-2], world.logged
+    assert world.state.phase == "running" and len(world.launched) == 1
+    world.happens(events.LeaverFailed("b", world.agents["b"], number, outcome))  # comes again, and too late
+    world.passes(1, steps=1)
+    assert len(world.morphed) == 2
+
+
 def test_a_loss_while_the_last_holder_of_a_stage_leaves_restarts_from_the_store() -> None:
     """HOT-3: the worker that leaves is the only one that has the second stage, and it is lost."""
     world = begun("a", "b", stages=2, hot=True)

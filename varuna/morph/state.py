@@ -175,7 +175,7 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: WorkerFailure | None  # None: it exited normally
     on_demand: bool = False  # it saved and exited on request
     last_lines: str = ""  # end of its stderr, if it failed
-    entered: int = 0  # generation that it was in; 0: a joiner, or not known
+    entered: int = 0  # generation that it was in, or handed its state over to; 0: a joiner, or not known
 
 
 class CodeIdentity(msgspec.Struct, frozen=True):
