@@ -200,6 +200,41 @@ def test_a_joiner_that_fails_again_and_again_is_at_last_added_by_a_restart() -> 
     assert world.generations == [("a", "b"), ("a", "b", "d")] and world.verdict is None
 
 
+def test_a_joiner_that_dies_before_its_first_step_again_and_again_is_added_by_a_restart() -> None:
+    """HOT-5: else it would stop the others for each of its joins, without an end."""
+    world = begun("a", "b", hot=True)
+    world.new.add("d")  # its worker makes no step
+    world.happens(events.MachineListRead(("a", "b", "d")))
+    for failures in (1, 2, 3):
+        world.passes(2, steps=1)
+        assert world.state.phase == "running" and world.workers.keys() == set("abd")
+        world.end_workers("d", killed(2))
+        world.passes(0.5, steps=1)
+        if failures < 3:
+            assert world.state.join_failures == failures
+            assert world.workers.keys() == set("ab"), "it waits longer and longer"
+            world.passes(2.0**failures, steps=1)
+    assert any("joiners have failed 3 times in a row" in line for line in world.logged)
+    assert world.generations == [("a", "b"), ("a", "b", "d")] and not world.state.crashes
+    world.new.clear()
+    world.passes(1, steps=1)
+    assert world.state.phase == "running" and world.state.join_failures == 0
+
+
+def test_a_joiner_is_tried_again_as_if_new_once_it_has_made_a_step() -> None:
+    """HOT-5: only failures in a row count."""
+    world = joining("a", "b")
+    world.end_workers("d", killed(2))
+    world.morphs = True
+    world.passes(1, steps=1)
+    world.new.add("d")
+    world.passes(4, steps=1)
+    assert world.workers.keys() == set("abd") and world.state.join_failures == 1
+    world.new.clear()
+    world.passes(0.5, steps=1)
+    assert world.state.join_failures == 0 and not world.state.joined
+
+
 def test_a_worker_that_ends_in_the_middle_of_a_change_is_noticed_at_once() -> None:
     """HOT-3: not at the deadline of the morph. The others go on without it."""
     world = joining("a", "b", "c")

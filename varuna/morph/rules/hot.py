@@ -263,12 +263,10 @@ def end_morph(decision: Decision) -> None:
     pause = f"pause {slowest.morph_seconds:.3f} s, {moved} moved"
     decision.log("morphed", f"{decision.generation.number}: in place, {pause} ({slowest.morph_parts})")
     _note_steps(decision)
-    last = decision.state.morphed_from
-    joined = last is not None and not last.machine_set.issuperset(decision.generation.machines)
     decision.enter(
         "running",
         decision.state.reason,
-        join_failures=0 if joined else decision.state.join_failures,
+        joined=tuple(sorted(joining_ranks(decision))),
         leaving_since=decision.now,
         morphed_from=None,
         morph_base=None,
