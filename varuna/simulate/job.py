@@ -137,6 +137,7 @@ class SimulatedMachines:
         self._sent_list: tuple[str, ...] = ()
         self._list_changed = False
         self._live: dict[str, float] = {}  # machines of the market, since when
+        self._paid_before: dict[str, float] = {}  # seconds that the ledger had for a machine when it came
         self._agents: dict[str, str] = {}  # connected agents
         self._alive: set[str] = set()  # agents whose machines are there: the manager detects a loss later
         self._starting: set[str] = set()  # machines that the manager starts an agent on
@@ -225,16 +226,27 @@ class SimulatedMachines:
         def happen(now: float) -> Sequence[events.Event]:
             found: list[events.Event] = []
             for name in change.removed:
-                self._live.pop(name, None)
+                self._pay_stay(name, now)
                 found += self._lose(name, now)
             for name in change.added:
-                self._live[name] = now
+                self._live[name], self._paid_before[name] = now, self._paid_seconds(name, now)
                 self._listed[name], self._list_changed = None, True
                 if name in self._starting:  # the manager has tried before
                     self._push_join(name, now)
             return found
 
         return happen
+
+    def _pay_stay(self, machine: str, now: float) -> None:
+        """The stay of a machine is over. The market bills all of it, also if no agent was started there."""
+        if (since := self._live.pop(machine, None)) is not None:
+            paid = self._paid_seconds(machine, now) - self._paid_before.pop(machine)
+            if (unused := now - since - paid) > EPSILON:
+                self._accountant.pay_unused(machine, unused)
+
+    def _paid_seconds(self, machine: str, now: float) -> float:
+        paid = self.ledger.machines.get(machine, 0.0)
+        return paid + now - self.ledger.paid_since.get(machine, now)
 
     def _lose(self, machine: str, now: float) -> list[events.Event]:
         """A machine is gone. The manager learns of it later, but at once if its workers have left."""
@@ -365,6 +377,8 @@ class SimulatedJob(SimulatedMachines):
                 self._happen(batch, at)
         self._report_steps(self._trace.end)
         self._accountant.observe(self.state, self._trace.end)
+        for name in tuple(self._live):
+            self._pay_stay(name, self._trace.end)
         return self.ledger
 
     # ------------------------------------------------------------ training
