@@ -232,6 +232,18 @@ def test_policies_are_compared_and_drawn() -> None:
     assert text.startswith("<!DOCTYPE html>") and "<svg" in text and "src=" not in text
 
 
+def test_a_join_waits_for_settled_machines_while_its_agent_imports_torch() -> None:
+    """B5, PRO-3: as in a real job, where an agent connects before it is ready."""
+    trace = market(MachineChange(0, added=("a", "b")), MachineChange(1000, added=("c",)), end=2000)
+    job = play(trace, hot=True)
+    amounts = amounts_by_cause(job.ledger)
+    assert amounts["idle"] == pytest.approx(COSTS.gather_seconds / 2)  # until the plan is made
+    prepared = next(at for at, text in job.log if at > 1000 and text.startswith("preparing"))
+    assert prepared == pytest.approx(1000 + COSTS.join_seconds + COSTS.gather_seconds / 2)
+    gone = play(market(*trace.changes, MachineChange(1009.5, removed=("c",)), end=2000), hot=True)
+    assert not any(text.startswith("preparing") for at, text in gone.log if at > 1000)
+
+
 def test_a_machine_that_leaves_before_its_agent_starts_is_paid_as_idle() -> None:
     """B6, PRO-3, PRO-4: its notice comes with it, so no agent is started there; the market bills it."""
     trace = market(

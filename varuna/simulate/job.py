@@ -49,6 +49,8 @@ SIMULATED_SETTINGS = ManagerSettings(
 """Time limits for machines that do not answer: simulated ones always do, or are gone."""
 STORE = "simulated"
 DISMISS_SECONDS = 0.1
+WARM_SECONDS = 1.0
+"""An agent imports torch for at least this long after it has connected."""
 SAVED = (Outcome(None, on_demand=True),)
 EPSILON = 1e-9
 
@@ -327,19 +329,27 @@ class SimulatedMachines:
             self._push(now + DISMISS_SECONDS, lambda _: [failed])
 
     def _push_join(self, machine: str, now: float) -> None:
-        since = self._live[machine]
+        """An agent connects, and its machine is ready once it has imported torch."""
+        since, agents = self._live[machine], list[str]()
 
-        def join(_: float) -> Sequence[events.Event]:
+        def connect(_: float) -> Sequence[events.Event]:
             if self._live.get(machine) != since or machine not in self._starting or machine in self._agents:
                 return ()
             self._starting.discard(machine)
             self._num_agents += 1
             self._agents[machine] = agent = f"agent {self._num_agents}"
             self._alive.add(agent)
-            return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
+            agents.append(agent)
+            return [events.AgentJoined(machine, agent, None, machine)]
 
-        starts = self._costs.join_seconds if self._has_launched else self._costs.first_join
-        self._push(now + starts, join)
+        def become_ready(_: float) -> Sequence[events.Event]:
+            if not agents or self._reachable(machine) != agents[0]:
+                return ()
+            return [events.StoreReady(machine, agents[0], 1)]
+
+        ready = now + (self._costs.join_seconds if self._has_launched else self._costs.first_join)
+        self._push(max(now, ready - WARM_SECONDS), connect)
+        self._push(ready, become_ready)
 
     def _end_agent(self, machine: str, now: float) -> None:
         self._starting.discard(machine)
