@@ -232,6 +232,16 @@ def test_policies_are_compared_and_drawn() -> None:
     assert text.startswith("<!DOCTYPE html>") and "<svg" in text and "src=" not in text
 
 
+def test_a_loss_in_the_last_step_before_a_change_redoes_that_step_only() -> None:
+    """B5, PRO-3, PRO-4: the change is ordered at 1015.1 s; the steps before it have ended."""
+    first = MachineChange(0, added=("a", "b", "c"))
+    joins, lost = MachineChange(1000, added=("d",)), MachineChange(1015.5, removed=("c",))
+    job = play(market(first, joins, lost, end=2000), hot=True)
+    step = 2.0 * 4 / 3
+    assert amounts_by_cause(job.ledger)["redoing"] < 3 * step + 4 * (step + COSTS.detect_seconds)
+    assert job.ledger.steps_redone == 0
+
+
 def test_a_join_waits_for_settled_machines_while_its_agent_imports_torch() -> None:
     """B5, PRO-3: as in a real job, where an agent connects before it is ready."""
     trace = market(MachineChange(0, added=("a", "b")), MachineChange(1000, added=("c",)), end=2000)

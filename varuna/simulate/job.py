@@ -411,9 +411,10 @@ class SimulatedJob(SimulatedMachines):
     def _report_steps(self, until: float) -> bool:
         """Report the last step that ends before `until`. Return False if it is known."""
         training = self._training
-        if training is None or training.stops:
+        if training is None:
             return False
-        training.advance(training.steps_until(until))
+        if not training.stops:  # else it has counted its steps when it was told to stop
+            training.advance(training.steps_until(until))
         if training.iteration == training.reported:
             return False
         training.reported = training.iteration
