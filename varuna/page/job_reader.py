@@ -112,14 +112,19 @@ class TailReader:
         self._place = 0
         self.has_more = False
 
-    def decoded(self, kind: type[Line]) -> Iterator[Line]:
-        """Yield the values of the next lines. Leave out lines that are damaged."""
-        decoder = msgspec.json.Decoder(kind)
-        for line in self._lines():
-            with suppress(*UNDECODABLE):
-                yield decoder.decode(line)
+    def decoded(self, kind: type[Line]) -> list[Line]:
+        """Return the values of the next lines. Leave out lines that are damaged."""
+        decoder, data = msgspec.json.Decoder(kind), self._next_lines()
+        try:
+            return decoder.decode_lines(data)
+        except UNDECODABLE:
+            found = []
+            for line in data.splitlines():
+                with suppress(*UNDECODABLE):
+                    found.append(decoder.decode(line))
+            return found
 
-    def _lines(self) -> list[bytes]:
+    def _next_lines(self) -> bytes:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -131,7 +136,7 @@ class TailReader:
         if not end and self.has_more:
             end = len(data)  # no line of ours is this long
         self._place += end
-        return data[:end].splitlines()
+        return data[:end]
 
 
 class JobReader:
@@ -217,7 +222,7 @@ class JobReader:
         more = True
         while more and time.monotonic() < deadline:
             steps = [line for line in self._steps_file.decoded(MetricLine) if not line.name]
-            events = list(self._events_file.decoded(LoggedEvent))
+            events = self._events_file.decoded(LoggedEvent)
             with self._lock:
                 for line in steps:
                     self._last_step_at = max(line.at, self._last_step_at)
