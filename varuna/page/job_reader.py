@@ -80,6 +80,7 @@ class ViewHead(msgspec.Struct, frozen=True):
     """The fields of a `JobView` that are used here; the page gets all others as they are."""
 
     at: float = 0.0
+    phase: str = ""
     layout: LayoutView | None = None
     machines: tuple[MachineRanks, ...] = ()
 
@@ -155,6 +156,8 @@ class JobReader:
         self._answered_at = 0.0
         self._layout_since = 0.0
         self._is_over = False
+        self.is_steady = False
+        """Whether nothing has changed since the last update but the steps."""
         self._steps_file = TailReader(log_dir / METRICS)
         self._events_file = TailReader(log_dir / "events.jsonl")
         self._view, self._head = b"null", ViewHead()
@@ -165,8 +168,11 @@ class JobReader:
 
     def update(self) -> PageUpdate:
         """Read what is new."""
+        num_events = self._num_events
         self._read_lines()
         link, problem = self._read_view()
+        trains = link == "live" and self._head.phase == "running"
+        self.is_steady = num_events == self._num_events and (trains or link == "over")
         self._read_ledger()
         return self._now(link, problem)
 

@@ -38,6 +38,9 @@ MAX_LINE = 4096
 ADMIT_SECONDS = 5.0
 """Connections without a request that has the token are closed after this time."""
 UPDATE_SECONDS = 1.0
+"""Time between two updates while the layout or the machines change."""
+STEADY_SECONDS = 2.0
+"""Time between two updates of a job that trains or is over: each costs CPU time that workers lack."""
 STEP_SECONDS = 2.0
 """Time between two steps that are drawn."""
 STEP_SHARE = 100
@@ -149,7 +152,13 @@ class PageServer:
         while True:
             await self._wanted.wait()
             await self._follow_once()
-            await asyncio.sleep(0.0 if self._reader.is_behind else UPDATE_SECONDS)
+            await asyncio.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Return the seconds until the next update."""
+        if self._reader.is_behind:
+            return 0.0
+        return STEADY_SECONDS if self._reader.is_steady else UPDATE_SECONDS
 
     async def _follow_once(self) -> None:
         loop = asyncio.get_running_loop()
