@@ -1,5 +1,6 @@
 """The status of a job in a real terminal: a pseudo-terminal, whose screen pyte keeps as xterm would."""
 
+import asyncio
 import fcntl
 import functools
 import io
@@ -16,6 +17,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pyte
@@ -27,9 +29,11 @@ from tests.morph.jobs import STEPS, Job, contains_one
 from tests.morph.test_hot_jobs import FETCHES
 from varuna.cli import jobs
 from varuna.cli.status import screen as screens
+from varuna.cli.status import viewers
 from varuna.cli.status import watch as watching
 from varuna.cli.status.render import OUTPUT_LINES, amount, clock, live_status, plain_line, ranks_text
 from varuna.cli.status.screen import LiveScreen, PlainScreen, open_screen
+from varuna.cli.status.viewers import ViewerOptions, Viewers
 from varuna.cli.status.watch import NUM_EVENTS
 from varuna.morph.protocol.messages import JobStatus, MachineStatus, ManagerReply
 from varuna.observe.job_view import EventView, JobView, LayoutView, MachineView
@@ -151,14 +155,16 @@ def test_without_a_terminal_the_status_is_a_line_now_and_then(
     screen = open_screen("live")  # stdout is no terminal here
     assert isinstance(screen, PlainScreen)
     view = example(step=3)
-    for now in (1.0, 16.0, 17.0, 40.0):
+    for now, needs_view in ((1.0, False), (16.0, True), (17.0, False), (40.0, True)):
         clock_[0] = now
+        assert screen.needs_view == needs_view
         screen.update(view)
     screen.worker_output(0, "one\ntwo\n", is_stderr=False)
     screen.close()
     off = open_screen("off")
     clock_[0] = 1000.0
     off.update(example(step=4))
+    assert not off.needs_view
     off.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"varuna: status: {plain_line(view)}", "[rank 0] one", "[rank 0] two"]
@@ -167,6 +173,38 @@ def test_without_a_terminal_the_status_is_a_line_now_and_then(
         "2 stages x 1 replica, 2 machines: 1 at work, 1 lost, 1:01:05 left, saved step 2, next save in 0:30, "
         "1 morph, 2 losses"
     )
+
+
+def test_a_view_is_made_only_if_somebody_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEE-3: without a terminal, Prometheus gets a new view, but not one for each of many requests."""
+    clock_ = [100.0]
+    monkeypatch.setattr(viewers.time, "monotonic", lambda: clock_[0])
+    made: list[JobView] = []
+
+    def view(state: object, *, now: float) -> JobView:
+        made.append(example(step=len(made)))
+        return made[-1]
+
+    observer = SimpleNamespace(view=view, subscribers=[])
+    job = SimpleNamespace(script="s", arguments=(), log_dir=str(tmp_path))
+    contact, clock = SimpleNamespace(job="j"), SimpleNamespace(now=lambda: 0.0)
+    manager = SimpleNamespace(observer=observer, job=job, contact=contact, clock=clock, state=None)
+
+    async def look() -> None:
+        shown = Viewers(manager, open_screen("off"), ViewerOptions(status="off"))  # type: ignore[arg-type]
+        task = asyncio.create_task(shown.run())
+        await asyncio.sleep(0)
+        assert not made
+        for step, at in enumerate((100.0, 200.0)):
+            clock_[0] = at
+            for _ in range(2):
+                found = await asyncio.to_thread(shown._view_for_thread)
+                assert found is not None and found.step == step
+        task.cancel()
+        shown.close()
+
+    asyncio.run(look())
+    assert len(made) == 2
 
 
 def example(step: int, **changes: object) -> JobView:

@@ -123,15 +123,22 @@ def masked_words(folder: str) -> dict[str, Any]:
     }
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(sentences(9, seed=5))
+
+
 def plateau(folder: str) -> dict[str, Any]:
-    """A schedule that follows the evaluation loss, with SGD."""
+    """SGD with a schedule that follows the evaluation loss, of a stream whose last batch has one sample."""
     schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
+    optimizer = {"optim": "sgd", "warmup_steps": 0}
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    reader = {"accelerator_config": {"dispatch_batches": True}}
     return {
         "model": language_model(),
-        "args": arguments(folder, max_steps=4, warmup_steps=0, optim="sgd", **schedule, **evaluation),
+        "args": arguments(folder, max_steps=4, **optimizer, **schedule, **evaluation, **reader),
         "train_dataset": sentences(44),
-        "eval_dataset": sentences(9, seed=5),
+        "eval_dataset": Stream(),
     }
 
 

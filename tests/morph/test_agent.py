@@ -2,14 +2,18 @@
 
 import asyncio
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from varuna.morph import events
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.run import agent
+from varuna.morph.run.supervisor import WorkerProcess
 from varuna.secure.credential import make_credential
+from varuna.types import Layout, MorphOrder
 
 
 def test_a_stranger_on_the_managers_port_does_not_end_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +69,43 @@ def test_an_agent_opens_another_store_if_an_order_used_it_after_its_workers_had_
         order: Any = SimpleNamespace(generation=2, workers=SimpleNamespace(ranks=ranks, master_port=port))
         agent.Agent.morph_workers(late, order)
     assert opened == ["127.0.0.1"]  # its own store, for workers of its own
+
+
+def order_to(generation: int, *, old: int, rank: int | None) -> MorphOrder:
+    return MorphOrder(
+        generation=generation,
+        layout=Layout(((0,),), 2, 1),
+        last_layout=Layout(((0, 1),), 2, 1),
+        rank=rank,
+        previous=(0,),
+        leaving=(1,),
+        old_rank=old,
+        master_addr="127.0.0.1",
+        master_port=1,
+    )
+
+
+def test_the_manager_hears_of_a_worker_that_is_killed_while_it_leaves(tmp_path: Path) -> None:
+    """HOT-3: another worker of its machine stays; the ranks that stay may wait for its state.
+
+    A manager that is restarted hears of it, too.
+    """
+    sent: list[Any] = []
+    own = agent.Agent(
+        AgentOrders(job="job", machine="a", manager="127.0.0.1:1", credential=make_credential("job"))
+    )
+    own.send = sent.append  # type: ignore[method-assign]
+    workers = [WorkerProcess(rank, tmp_path, key=f"2/{rank}", shows_progress=True) for rank in (0, 1)]
+    own.supervisor.workers = dict(enumerate(workers))
+    orders = {old: order_to(3, old=old, rank=rank) for old, rank in ((0, 0), (1, None))}
+    own.supervisor.morph_workers(orders, tmp_path / "generation_3")
+    assert own.supervisor.leaving == [workers[1]]
+    own.supervisor._handle_answer("ended", {"key": "2/1", "code": -9})
+    start: Any = SimpleNamespace(
+        generation=3, joins=False, workers=SimpleNamespace(ranks=(1,), master_port=1)
+    )
+    own.start = start
+    own.send_hello()
+    first, again = [one for one in sent if isinstance(one, events.LeaverFailed)]
+    assert first == again and first.generation == 3 and first.outcome == workers[1].outcome
+    workers[0].end(0)

@@ -96,6 +96,43 @@ def test_a_loss_while_a_machine_leaves_costs_no_restart_if_the_others_hold_every
         assert not any("c: its leaving workers" in line for line in world.logged), "they are killed at once"
 
 
+def handing_over(generation: int) -> Outcome:
+    """Return the end of a worker that leaves, and has handed its state over to this generation."""
+    return msgspec.structs.replace(killed(3), entered=generation)
+
+
+@pytest.mark.parametrize("has_given", [False, True])
+@pytest.mark.parametrize("machine", ["b", "c"])
+def test_a_worker_that_leaves_is_missed_until_it_has_handed_its_state_over(
+    machine: str, has_given: bool
+) -> None:
+    """HOT-3: it is killed, on a machine whose other worker stays, or on one that leaves.
+
+    The others would wait for its state, and then end with an error. Later, its end costs nothing.
+    """
+    world = begun("a", "b", "c", stages=3, hot=True, devices=2)
+    world.morphs = False
+    world.happens(events.MachineListRead(("a", "b")))
+    world.passes(2, steps=1)
+    assert world.state.phase == "morphing" and world.morphed[0].leaving == (3, 4, 5)
+    number = world.morphed[0].generation.number
+    outcome = handing_over(number if has_given else number - 1)
+    if machine == "b":
+        world.happens(events.LeaverFailed("b", world.agents["b"], number, outcome))
+    else:
+        world.end_workers("c", outcome)
+    world.morphs = True
+    world.passes(3, steps=1)
+    if has_given:
+        assert len(world.morphed) == 1
+        return
+    assert f"{machine} failed while it handed its state over" in world.logged[-2], world.logged
+    assert world.state.phase == "running" and len(world.launched) == 1
+    world.happens(events.LeaverFailed("b", world.agents["b"], number, outcome))  # comes again, and too late
+    world.passes(1, steps=1)
+    assert len(world.morphed) == 2
+
+
 def test_a_loss_while_the_last_holder_of_a_stage_leaves_restarts_from_the_store() -> None:
     """HOT-3: the worker that leaves is the only one that has the second stage, and it is lost."""
     world = begun("a", "b", stages=2, hot=True)
@@ -161,6 +198,41 @@ def test_a_joiner_that_fails_again_and_again_is_at_last_added_by_a_restart() -> 
     assert len(world.morphed) == 6
     assert any("joiners have failed 3 times in a row" in line for line in world.logged)
     assert world.generations == [("a", "b"), ("a", "b", "d")] and world.verdict is None
+
+
+def test_a_joiner_that_dies_before_its_first_step_again_and_again_is_added_by_a_restart() -> None:
+    """HOT-5: else it would stop the others for each of its joins, without an end."""
+    world = begun("a", "b", hot=True)
+    world.new.add("d")  # its worker makes no step
+    world.happens(events.MachineListRead(("a", "b", "d")))
+    for failures in (1, 2, 3):
+        world.passes(2, steps=1)
+        assert world.state.phase == "running" and world.workers.keys() == set("abd")
+        world.end_workers("d", killed(2))
+        world.passes(0.5, steps=1)
+        if failures < 3:
+            assert world.state.join_failures == failures
+            assert world.workers.keys() == set("ab"), "it waits longer and longer"
+            world.passes(2.0**failures, steps=1)
+    assert any("joiners have failed 3 times in a row" in line for line in world.logged)
+    assert world.generations == [("a", "b"), ("a", "b", "d")] and not world.state.crashes
+    world.new.clear()
+    world.passes(1, steps=1)
+    assert world.state.phase == "running" and world.state.join_failures == 0
+
+
+def test_a_joiner_is_tried_again_as_if_new_once_it_has_made_a_step() -> None:
+    """HOT-5: only failures in a row count."""
+    world = joining("a", "b")
+    world.end_workers("d", killed(2))
+    world.morphs = True
+    world.passes(1, steps=1)
+    world.new.add("d")
+    world.passes(4, steps=1)
+    assert world.workers.keys() == set("abd") and world.state.join_failures == 1
+    world.new.clear()
+    world.passes(0.5, steps=1)
+    assert world.state.join_failures == 0 and not world.state.joined
 
 
 def test_a_worker_that_ends_in_the_middle_of_a_change_is_noticed_at_once() -> None:

@@ -1,5 +1,6 @@
 """Trackers: real TensorBoard, wandb (offline), MLflow (a file store) and trackio; and trackers that fail."""
 
+import io
 import json
 import os
 import queue
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.environments import environment
 from tests.observe.servers import get_json, tensorboard, wait_for
@@ -32,6 +34,7 @@ from varuna.observe.history_file import HistoryKeeper
 from varuna.observe.ledger import Ledger, report_ledger
 from varuna.observe.prometheus import MAX_CONNECTIONS, MetricsEndpoint
 from varuna.observe.trackers import tracker as trackers
+from varuna.observe.trackers.event_records import frame_records
 from varuna.observe.trackers.rows import MetricRow, rows_of
 from varuna.observe.trackers.tracker import (
     TrackedJob,
@@ -169,6 +172,17 @@ def test_tensorboards_own_server_shows_the_curves(tmp_path: Path) -> None:
         assert [(at, step) for at, step, _ in losses] == [(1e9 + step, step) for step in range(1, 6)]
         assert [loss for *_, loss in losses] == pytest.approx([1 / step for step in range(1, 6)])
         assert get_json(scalars, run="tensorboard", tag="accuracy") == [[1e9, 5, 0.75]]
+
+
+def test_records_of_a_batch_are_those_of_tensorboards_own_writer() -> None:
+    """SEE-3"""
+    lengths = (4, 63, 64, 65, 5, 300)
+    events = [bytes((7 * place + length) % 256 for place in range(length)) for length in lengths]
+    expected = io.BytesIO()
+    for event in events:
+        RecordWriter(expected).write(event)
+    assert frame_records(events) == expected.getvalue()
+    assert frame_records([]) == b""
 
 
 FULL_DISK = """

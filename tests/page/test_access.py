@@ -271,6 +271,14 @@ def test_a_second_server_leaves_the_address_of_the_first(tmp_path: Path) -> None
     assert list(folder.glob("page*.url")) == []
 
 
+def test_the_server_yields_to_workers(tmp_path: Path) -> None:
+    """SEE-2: workers that train go first on a busy core, and it does not interrupt them."""
+    folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
+    with served(folder) as (_, pid):
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+        assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+
+
 def test_the_address_file_of_a_killed_server_is_used_again(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "job", machines=1, stages=1, steps=1)
     (folder / ADDRESS_FILE).write_text(f"http://127.0.0.1:1/?token={'x' * 200}\n")

@@ -97,6 +97,22 @@ def test_views_that_cannot_be_read_are_a_problem_and_a_clock_that_is_set_back_is
     assert (broken.link, broken.problem) == ("lost", "this page cannot read the job: RuntimeError('no')")
 
 
+def test_a_job_that_changes_is_read_more_often(tmp_path: Path) -> None:
+    """SEE-2: one whose layout changes, or that has a new event."""
+    phases = ("gathering", "running", "running", "running", "morphing", "over", "over")
+    views = (b'{"phase":"%b"}' % phase.encode() for phase in phases)
+    reader = JobReader(tmp_path, AnsweringLink(*views))  # type: ignore[arg-type]
+    found = []
+    with (tmp_path / "events.jsonl").open("ab", buffering=0) as file:
+        for number in range(len(phases)):
+            if what := {2: "lost", 5: "finished"}.get(number):
+                event = {"at": "2026-09-21T14:14:00.000+00:00", "what": what, "why": ""}
+                file.write(msgspec.json.encode(event) + b"\n")
+            reader.update()
+            found.append(reader.is_steady)
+    assert found == [False, True, False, True, False, False, True]
+
+
 def test_the_browser_gets_all_fields_of_a_view_or_none(tmp_path: Path) -> None:
     """SEE-2: the file may be damaged, or of an earlier version that had fewer fields."""
     least = {"job": "a", "at": 1.0, "begun_at": 0.0, "phase": "over", "phase_seconds": 0.0, "reason": ""}

@@ -55,6 +55,39 @@ def test_our_own_format_has_notices_comments_and_an_end() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"0","add","node#1"\r\n"0","add","node#2"\r\n"60000","remove","node#1"\r\n',  # as csv.QUOTE_ALL
+        '0, "add", "node#1"\n0,add,node#2\n60000,remove,node#1',
+        '# "quoted"\n\n0,ADD,node#1 # a comment\n  # another\n0,add,node#2\n6e4,Remove,node#1\n',
+        '"seconds","event","machine"\n"0","add","node#1"\n"0","add","node#2"\n"60","remove","node#1"\n',
+        "machine,event,seconds\nnode#1,add,0\nnode#2,add,0\nnode#1,remove,60.0\n",
+        "event,machine,seconds\nadd,node#1,0\nadd,node#2,0\nremove,node#1,60\nend,,60\n",
+        "seconds,event,machine\n0,add,node#1\n0,add,node#2\n60,remove,node#1\n60,end\n",
+    ],
+)
+def test_cells_may_be_quoted_and_columns_of_our_own_format_may_be_in_any_order(text: str) -> None:
+    """B5, PRO-3: a # in a name starts no comment."""
+    trace = parse_trace(text.encode(), source="market")
+    assert changes(text) == [(0, (), ("node#1", "node#2")), (60, ("node#1",), ())]
+    assert (trace.end, trace.notes) == (60, ())
+
+
+def test_other_columns_of_our_own_format_are_not_used() -> None:
+    """B5, PRO-3"""
+    text = "zone,seconds,event,machine\nus,0,add,a\nus,60,remove,a\n"
+    trace = parse_trace(text.encode(), source="market")
+    assert changes(text) == [(0, (), ("a",)), (60, ("a",), ())]
+    assert trace.notes == ("column 'zone' is not used",)
+
+
+def test_a_first_event_after_most_of_the_trace_is_noted_with_the_unit_of_times() -> None:
+    """B5, PRO-3: seconds since 1970 in the format that has milliseconds."""
+    trace = parse_trace(b"1760000000,add,a\n1760003600,remove,a\n", source="market")
+    assert trace.notes == ("the first event is at 1,760,000 s of 1,760,004 s (times are in milliseconds)",)
+
+
 @pytest.mark.parametrize("first", [1_760_000_000, 1_760_000_000.5])
 def test_absolute_times_begin_at_0(first: float) -> None:
     """B5, PRO-3: times since 1970, in seconds of our own format, and in milliseconds of Bamboo's."""
@@ -108,6 +141,10 @@ def test_odd_events_are_ignored_with_a_note_and_times_are_sorted() -> None:
         ("1e13,add,a\n", r"line 1: the time 1e13 is too large \(times are in milliseconds, below 1e\+13"),
         ("seconds,event,machine\n1760000000000,add,a\n", r"too large \(times are in seconds, below 1e\+10"),
         ("0,add,\n", "line 1: the machine has no name"),
+        ("seconds,event,seconds\n0,add,a\n", "line 1: 'seconds' is not a time"),
+        ('0,add,a\n5,add,"b\n9,remove,a\n', "line 2: .* is not a line of a CSV file: unexpected end"),
+        ('0,add,"a"b\n', "line 1: .* is not a line of a CSV file"),
+        ("seconds,event,machine,zone\n0,add,a\n", "line 2: '0,add,a' has 3 columns"),
         (
             "seconds,event,machine\n5,add,a\n3,end,\n",
             "line 3: the trace ends at 3 s, but line 2 has an event at 5 s",
@@ -140,7 +177,9 @@ CELLS = st.one_of(
     st.sampled_from(
         ["0", "60000", "-1", "1e9", "nan", "inf", "1e400", "add", "remove", "notice", "end", "node1"]
     ),
-    st.sampled_from(["seconds", "event", "machine", "", " ", "price", "#", "\x00", "add,add", "9" * 5000]),
+    st.sampled_from(
+        ["seconds", "event", "machine", "", " ", "price", "#", '"', '"a"', "\x00", "add,add", "9" * 5000]
+    ),
     st.text(max_size=8),
 )
 ROWS = st.tuples(st.sampled_from(["0", "5", "60000"]), st.sampled_from(["add", "remove"]), st.just("a"))
@@ -149,7 +188,15 @@ TABLES = st.lists(ROWS.map(list) | st.lists(CELLS, max_size=4), max_size=6).map(
 )
 CSV = st.tuples(
     st.sampled_from(["", "\ufeff"]),
-    st.sampled_from(["", "seconds,event,machine", "seconds,event,machine,price", "time,event,machine"]),
+    st.sampled_from(
+        [
+            "",
+            "seconds,event,machine",
+            "machine,price,event,seconds",
+            '"seconds","event","machine"',
+            "time,event,machine",
+        ]
+    ),
     TABLES,
     st.sampled_from(["\n", "\r\n", "\r", "\n\n"]),
 ).map(lambda found: (found[0] + found[3].join([found[1], *found[2]])).encode("utf-8", "surrogatepass"))

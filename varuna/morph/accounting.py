@@ -77,6 +77,14 @@ class Accountant:
             self._known = known
             self._divide(state, clock)
 
+    def pay_unused(self, machine: str, seconds: float) -> None:
+        """Book time for which a machine was paid, but had no agent."""
+        ledger = self.ledger
+        ledger.machines[machine] = ledger.machines.get(machine, 0.0) + seconds
+        for price, account in self._accounts.items():
+            if self._accounts.of_price(price, [machine]):
+                account.add("idle", seconds)
+
     # ------------------------------------------------------------ time
 
     def _book(self, seconds: float) -> None:

@@ -31,6 +31,7 @@ EVENT_RULES: dict[type[events.Event], Callable[[Decision, Any], None]] = {
     events.NoticeReceived: membership.notice_received,
     events.NoticeWithdrawn: membership.notice_withdrawn,
     events.WorkerFailed: hot.worker_failed,
+    events.LeaverFailed: hot.leaver_failed,
     events.WorkersEnded: hot.workers_ended,
     events.ProblemChanged: lambda decision, event: decision.report_problem(event.topic, event.why),
     events.Tick: workers.tick,

@@ -61,6 +61,15 @@ class WorkerFailed(Event, frozen=True):
     outcome: Outcome
 
 
+class LeaverFailed(Event, frozen=True):
+    """A worker that leaves in a morph failed, on a machine whose other workers stay. Sent by agents."""
+
+    machine: str
+    agent: str
+    generation: int  # that the others enter without it
+    outcome: Outcome
+
+
 class WorkersEnded(Event, frozen=True):
     """All workers of a machine have ended. Sent by agents."""
 

@@ -175,7 +175,7 @@ class Outcome(msgspec.Struct, frozen=True):
     failure: WorkerFailure | None  # None: it exited normally
     on_demand: bool = False  # it saved and exited on request
     last_lines: str = ""  # end of its stderr, if it failed
-    entered: int = 0  # generation that it was in; 0: a joiner, or not known
+    entered: int = 0  # generation that it was in, or handed its state over to; 0: a joiner, or not known
 
 
 class CodeIdentity(msgspec.Struct, frozen=True):
@@ -326,6 +326,7 @@ class JobState(msgspec.Struct, frozen=True):
     preparation: Preparation | None = None  # only in the phase running, or while survivors hold their state
     joiners: Mapping[str, tuple[WorkerProgress, ...]] = {}  # last report of each joiner
     join_failures: int = 0  # in a row
+    joined: tuple[int, ...] = ()  # ranks that have joined the running generation, and report no step yet
     retry_join_at: float = 0.0  # prepare no joiner before this time
     leaving: tuple[str, ...] = ()  # machines whose workers hand their state over, or are killed, and end
     leaving_since: float = 0.0

@@ -9,6 +9,7 @@ second one, and so on, so that its file stays readable. A full disk does not dis
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,18 @@ def read_history(folder: Path) -> JobHistory:
     return history
 
 
+def line_of(point: StepPoint) -> MetricLine:
+    return MetricLine(
+        point.step,
+        point.at,
+        point.loss,
+        point.seconds,
+        point.samples,
+        point.tokens,
+        has_loss=point.has_loss,
+    )
+
+
 def add_line(history: JobHistory, line: MetricLine) -> None:
     if line.name:
         history.add_scalar(ScalarPoint(line.name, line.step, line.at, line.value))
@@ -122,14 +135,17 @@ class HistoryKeeper:
         now = float("inf") if all_of_them else self._monotonic()
         steps, scalars = self._release_steps(now), self._release_scalars(now)
         for point in steps:
-            self._keep("", MetricLine(**msgspec.structs.asdict(point)))
+            if self._is_kept(""):
+                self._waiting.append(msgspec.json.encode(line_of(point)))
         for scalar in scalars:
-            self._keep(scalar.name, MetricLine(**msgspec.structs.asdict(scalar)))
+            if self._is_kept(scalar.name):
+                line = MetricLine(scalar.step, scalar.at, name=scalar.name, value=scalar.value)
+                self._waiting.append(msgspec.json.encode(line))
         self.write()
         return steps, scalars
 
     def _release_steps(self, now: float) -> list[StepPoint]:
-        held, self._held_steps = sorted(self._held_steps, key=lambda one: one[0]), []
+        held, self._held_steps = sorted(self._held_steps, key=itemgetter(0)), []
         found = []
         for step, due, point in held:
             last = self.history.last.step if self.history.last is not None else 0
@@ -141,18 +157,21 @@ class HistoryKeeper:
 
     def _release_scalars(self, now: float) -> list[ScalarPoint]:
         """Return those up to the last step that is due: the lowest rank may report a little later."""
-        held, self._held_scalars = sorted(self._held_scalars, key=lambda one: (one[0], one[2])), []
-        last = max((step for step, due, _, _ in held if due <= now), default=-1)
-        self._held_scalars = [one for one in held if one[0] > last]
+        if not self._held_scalars or self._held_scalars[0][1] > now:  # the first one is due first
+            return []
+        held = sorted(self._held_scalars, key=itemgetter(0, 2))
+        last = max(step for step, due, _, _ in held if due <= now)
+        self._held_scalars = [one for one in self._held_scalars if one[0] > last]
         return [
             point for step, _, rank, point in held if step <= last and self.history.add_scalar(point, rank)
         ]
 
-    def _keep(self, curve: str, line: MetricLine) -> None:
+    def _is_kept(self, curve: str) -> bool:
+        """Count a point of a curve. Return whether it gets a line."""
         count = self._counts[curve] = self._counts.get(curve, -1) + 1
-        if count % 2 ** (self._num_lines // LINES_PER_STRIDE) == 0:
-            self._waiting.append(msgspec.json.encode(line))
-            self._num_lines += 1
+        is_kept: bool = count % 2 ** (self._num_lines // LINES_PER_STRIDE) == 0
+        self._num_lines += is_kept
+        return is_kept
 
     def write(self) -> None:
         """Write the lines that wait; after an error, try again some seconds later."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from typing import TypeVar
 
 from varuna.observe.ledger import (
     CAUSES,
@@ -19,6 +20,8 @@ from varuna.observe.ledger import (
     price_of,
     report_ledger,
 )
+
+T = TypeVar("T")
 
 COLOURS: Mapping[Cause, str] = {
     "useful": "#3a8f5c",
@@ -39,6 +42,7 @@ MEANINGS: Mapping[Cause, str] = {
 LAYOUT_COLOURS = ("#4f81bd", "#9bbb59", "#f79646", "#8064a2", "#4bacc6", "#c0504d", "#7f7f7f", "#d4b84a")
 WIDTH, HEIGHT, LEFT = 1000, 220, 60
 MOST_POINTS = 4000
+"""Points of a line that are drawn, and layouts: four for each pixel. More of them are thinned."""
 MOST_ROWS = 50
 STYLE = (
     "body{font-family:sans-serif;font-size:14px;margin:24px;max-width:1100px;color:#222}"
@@ -154,8 +158,9 @@ def layout_chart(ledger: Ledger) -> str:
     scale_x, scale_y = WIDTH / (end - begun), HEIGHT / most
     layouts = list(dict.fromkeys(period.layout for period in ledger.periods))
     body = []
-    stops = [*(period.at for period in ledger.periods[1:]), end]
-    for period, stop in list(zip(ledger.periods, stops, strict=False))[-MOST_POINTS:]:
+    periods = _thin([(period.at, period) for period in ledger.periods], begun, end)
+    stops = [*(at for at, _ in periods[1:]), end]
+    for (_, period), stop in zip(periods, stops, strict=False):
         first = period.first_step_at if period.first_step_at is not None else stop
         colour = LAYOUT_COLOURS[layouts.index(period.layout) % len(LAYOUT_COLOURS)]
         height = period.machines * scale_y
@@ -165,7 +170,7 @@ def layout_chart(ledger: Ledger) -> str:
             f"<title>{escape(f'generation {period.generation}: {period.layout}')}</title></rect>"
         )
     points, last = [], 0
-    for at, number in ledger.num_machines[-MOST_POINTS:]:
+    for at, number in _thin(ledger.num_machines, begun, end):
         x = LEFT + (at - begun) * scale_x
         points += [f"{x:.2f},{HEIGHT - last * scale_y:.1f}", f"{x:.2f},{HEIGHT - number * scale_y:.1f}"]
         last = number
@@ -184,6 +189,14 @@ def layout_chart(ledger: Ledger) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(body)}{"".join(labels)}</svg>'
     )
+
+
+def _thin(points: Sequence[tuple[float, T]], begin: float, end: float) -> Sequence[tuple[float, T]]:
+    """Return at most MOST_POINTS of the points: the last one of each part of the time."""
+    if len(points) <= MOST_POINTS:
+        return points
+    parts = {int((at - begin) / (end - begin) * (MOST_POINTS - 1)): (at, value) for at, value in points}
+    return list(parts.values())
 
 
 def interruption_table(ledger: Ledger, report: LedgerReport) -> str:

@@ -80,6 +80,7 @@ class ViewHead(msgspec.Struct, frozen=True):
     """The fields of a `JobView` that are used here; the page gets all others as they are."""
 
     at: float = 0.0
+    phase: str = ""
     layout: LayoutView | None = None
     machines: tuple[MachineRanks, ...] = ()
 
@@ -112,14 +113,19 @@ class TailReader:
         self._place = 0
         self.has_more = False
 
-    def decoded(self, kind: type[Line]) -> Iterator[Line]:
-        """Yield the values of the next lines. Leave out lines that are damaged."""
-        decoder = msgspec.json.Decoder(kind)
-        for line in self._lines():
-            with suppress(*UNDECODABLE):
-                yield decoder.decode(line)
+    def decoded(self, kind: type[Line]) -> list[Line]:
+        """Return the values of the next lines. Leave out lines that are damaged."""
+        decoder, data = msgspec.json.Decoder(kind), self._next_lines()
+        try:
+            return decoder.decode_lines(data)
+        except UNDECODABLE:
+            found = []
+            for line in data.splitlines():
+                with suppress(*UNDECODABLE):
+                    found.append(decoder.decode(line))
+            return found
 
-    def _lines(self) -> list[bytes]:
+    def _next_lines(self) -> bytes:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -131,7 +137,7 @@ class TailReader:
         if not end and self.has_more:
             end = len(data)  # no line of ours is this long
         self._place += end
-        return data[:end].splitlines()
+        return data[:end]
 
 
 class JobReader:
@@ -150,6 +156,8 @@ class JobReader:
         self._answered_at = 0.0
         self._layout_since = 0.0
         self._is_over = False
+        self.is_steady = False
+        """Whether nothing has changed since the last update but the steps."""
         self._steps_file = TailReader(log_dir / METRICS)
         self._events_file = TailReader(log_dir / "events.jsonl")
         self._view, self._head = b"null", ViewHead()
@@ -160,8 +168,11 @@ class JobReader:
 
     def update(self) -> PageUpdate:
         """Read what is new."""
+        num_events = self._num_events
         self._read_lines()
         link, problem = self._read_view()
+        trains = link == "live" and self._head.phase == "running"
+        self.is_steady = num_events == self._num_events and (trains or link == "over")
         self._read_ledger()
         return self._now(link, problem)
 
@@ -217,7 +228,7 @@ class JobReader:
         more = True
         while more and time.monotonic() < deadline:
             steps = [line for line in self._steps_file.decoded(MetricLine) if not line.name]
-            events = list(self._events_file.decoded(LoggedEvent))
+            events = self._events_file.decoded(LoggedEvent)
             with self._lock:
                 for line in steps:
                     self._last_step_at = max(line.at, self._last_step_at)

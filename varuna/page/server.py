@@ -38,6 +38,9 @@ MAX_LINE = 4096
 ADMIT_SECONDS = 5.0
 """Connections without a request that has the token are closed after this time."""
 UPDATE_SECONDS = 1.0
+"""Time between two updates while the layout or the machines change."""
+STEADY_SECONDS = 2.0
+"""Time between two updates of a job that trains or is over: each costs CPU time that workers lack."""
 STEP_SECONDS = 2.0
 """Time between two steps that are drawn."""
 STEP_SHARE = 100
@@ -149,7 +152,13 @@ class PageServer:
         while True:
             await self._wanted.wait()
             await self._follow_once()
-            await asyncio.sleep(0.0 if self._reader.is_behind else UPDATE_SECONDS)
+            await asyncio.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Return the seconds until the next update."""
+        if self._reader.is_behind:
+            return 0.0
+        return STEADY_SECONDS if self._reader.is_steady else UPDATE_SECONDS
 
     async def _follow_once(self) -> None:
         loop = asyncio.get_running_loop()
@@ -253,7 +262,7 @@ class PageServer:
         return await self._read(lambda: self._reader.curve(first, last, axis=axis, points=points))
 
     async def timeline(self, request: web.Request) -> web.StreamResponse:
-        return await self._read(self._reader.timeline.read)
+        return _json(bytes(self._reader.timeline.read()))  # it is encoded: this needs no thread
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         generation = whole_number(request, "generation")
@@ -276,7 +285,11 @@ class PageServer:
     ) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(pool or self._readers, lambda: msgspec.json.encode(work()))
-        return web.Response(body=found, content_type="application/json", charset="utf-8")
+        return _json(found)
+
+
+def _json(text: bytes) -> web.Response:
+    return web.Response(body=text, content_type="application/json", charset="utf-8")
 
 
 def number(request: web.Request, name: str, default: float) -> float:

@@ -49,6 +49,8 @@ SIMULATED_SETTINGS = ManagerSettings(
 """Time limits for machines that do not answer: simulated ones always do, or are gone."""
 STORE = "simulated"
 DISMISS_SECONDS = 0.1
+WARM_SECONDS = 1.0
+"""An agent imports torch for at least this long after it has connected."""
 SAVED = (Outcome(None, on_demand=True),)
 EPSILON = 1e-9
 
@@ -137,6 +139,7 @@ class SimulatedMachines:
         self._sent_list: tuple[str, ...] = ()
         self._list_changed = False
         self._live: dict[str, float] = {}  # machines of the market, since when
+        self._paid_before: dict[str, float] = {}  # seconds that the ledger had for a machine when it came
         self._agents: dict[str, str] = {}  # connected agents
         self._alive: set[str] = set()  # agents whose machines are there: the manager detects a loss later
         self._starting: set[str] = set()  # machines that the manager starts an agent on
@@ -225,16 +228,27 @@ class SimulatedMachines:
         def happen(now: float) -> Sequence[events.Event]:
             found: list[events.Event] = []
             for name in change.removed:
-                self._live.pop(name, None)
+                self._pay_stay(name, now)
                 found += self._lose(name, now)
             for name in change.added:
-                self._live[name] = now
+                self._live[name], self._paid_before[name] = now, self._paid_seconds(name, now)
                 self._listed[name], self._list_changed = None, True
                 if name in self._starting:  # the manager has tried before
                     self._push_join(name, now)
             return found
 
         return happen
+
+    def _pay_stay(self, machine: str, now: float) -> None:
+        """The stay of a machine is over. The market bills all of it, also if no agent was started there."""
+        if (since := self._live.pop(machine, None)) is not None:
+            paid = self._paid_seconds(machine, now) - self._paid_before.pop(machine)
+            if (unused := now - since - paid) > EPSILON:
+                self._accountant.pay_unused(machine, unused)
+
+    def _paid_seconds(self, machine: str, now: float) -> float:
+        paid = self.ledger.machines.get(machine, 0.0)
+        return paid + now - self.ledger.paid_since.get(machine, now)
 
     def _lose(self, machine: str, now: float) -> list[events.Event]:
         """A machine is gone. The manager learns of it later, but at once if its workers have left."""
@@ -315,19 +329,27 @@ class SimulatedMachines:
             self._push(now + DISMISS_SECONDS, lambda _: [failed])
 
     def _push_join(self, machine: str, now: float) -> None:
-        since = self._live[machine]
+        """An agent connects, and its machine is ready once it has imported torch."""
+        since, agents = self._live[machine], list[str]()
 
-        def join(_: float) -> Sequence[events.Event]:
+        def connect(_: float) -> Sequence[events.Event]:
             if self._live.get(machine) != since or machine not in self._starting or machine in self._agents:
                 return ()
             self._starting.discard(machine)
             self._num_agents += 1
             self._agents[machine] = agent = f"agent {self._num_agents}"
             self._alive.add(agent)
-            return [events.AgentJoined(machine, agent, None, machine, store_port=1)]
+            agents.append(agent)
+            return [events.AgentJoined(machine, agent, None, machine)]
 
-        starts = self._costs.join_seconds if self._has_launched else self._costs.first_join
-        self._push(now + starts, join)
+        def become_ready(_: float) -> Sequence[events.Event]:
+            if not agents or self._reachable(machine) != agents[0]:
+                return ()
+            return [events.StoreReady(machine, agents[0], 1)]
+
+        ready = now + (self._costs.join_seconds if self._has_launched else self._costs.first_join)
+        self._push(max(now, ready - WARM_SECONDS), connect)
+        self._push(ready, become_ready)
 
     def _end_agent(self, machine: str, now: float) -> None:
         self._starting.discard(machine)
@@ -365,6 +387,8 @@ class SimulatedJob(SimulatedMachines):
                 self._happen(batch, at)
         self._report_steps(self._trace.end)
         self._accountant.observe(self.state, self._trace.end)
+        for name in tuple(self._live):
+            self._pay_stay(name, self._trace.end)
         return self.ledger
 
     # ------------------------------------------------------------ training
@@ -387,9 +411,10 @@ class SimulatedJob(SimulatedMachines):
     def _report_steps(self, until: float) -> bool:
         """Report the last step that ends before `until`. Return False if it is known."""
         training = self._training
-        if training is None or training.stops:
+        if training is None:
             return False
-        training.advance(training.steps_until(until))
+        if not training.stops:  # else it has counted its steps when it was told to stop
+            training.advance(training.steps_until(until))
         if training.iteration == training.reported:
             return False
         training.reported = training.iteration

@@ -4,11 +4,13 @@
 |---|---|
 | Bamboo | CSV lines `MILLISECONDS,add,NODE` and `MILLISECONDS,remove,NODE`, without a header |
 | SkyPilot | JSON: `{"metadata": {"gap_seconds": 300}, "data": [0, 16, 15, ...]}`, machines in each period |
-| Varuna | CSV with the header `seconds,event,machine`; events are add, remove, notice and end |
+| Varuna | CSV with the header `seconds,event,machine`, in any order; events are add, remove, notice and end |
 """
 
+import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,9 @@ MOST_MACHINES = 100_000
 MOST_SECONDS = 1e10
 ABSOLUTE_SECONDS = 1e8
 """A trace that begins after this time, three years, has times since 1970."""
+LATE = 0.5
+"""A first event after this part of the trace is noted: its times may have another unit."""
+COMMENT = re.compile(r"(^|\s)#.*")
 
 
 class MachineChange(msgspec.Struct, frozen=True):
@@ -139,25 +144,42 @@ def parse_trace(data: bytes, *, source: str) -> MarketTrace:
 # ---------------------------------------------------------------- CSV
 
 
+class TraceColumns(NamedTuple):
+    """Places of the columns, as the header says; without one, those of Bamboo."""
+
+    seconds: int = 0
+    event: int = 1
+    machine: int = 2
+    width: int = 3
+    scale: float = 1e-3  # seconds in a unit of time
+    events: tuple[str, ...] = ("add", "remove")
+
+
 def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None, list[str]]:
     """Return the events in order of time, the time of the event `end`, and notes for the user."""
     rows: list[TraceRow] = []
-    scale, end, end_line = 1e-3, None, 0
-    events: tuple[str, ...] = ("add", "remove")
+    notes: list[str] = []
+    columns, end, end_line, is_first = TraceColumns(), None, 0, True
     for number, line in enumerate(text.splitlines(), start=1):
-        row = tuple(cell.strip() for cell in line.split("#")[0].split(","))
-        if row == ("",):
-            continue
-        if not rows and tuple(cell.lower() for cell in row) == HEADER:
-            scale, events = 1.0, ("add", "remove", "notice", "end")
-            continue
         place = f"{source}, line {number}"
-        if len(row) != 3:
+        row = _cells(line, place)
+        if row == [""]:
+            continue
+        header = _header(row) if is_first else None
+        is_first = False
+        if header is not None:
+            columns = header
+            notes += [f"column {name!r} is not used" for name in row if name.lower() not in HEADER]
+            continue
+        if len(row) == columns.width - 1 == columns.machine and row[columns.event].lower() == "end":
+            row.append("")
+        if len(row) != columns.width:
             raise ValueError(f"{place}: {line[:80]!r} has {len(row)} columns; {EXPECTED}")
-        at = _time(row[0], place, scale)
-        event, machine = row[1].lower(), row[2]
-        if event not in events:
-            raise ValueError(f"{place}: unknown event {row[1][:40]!r}; expected {' or '.join(events)}")
+        at = _time(row[columns.seconds], place, columns.scale)
+        event, machine = row[columns.event].lower(), row[columns.machine]
+        if event not in columns.events:
+            expected = " or ".join(columns.events)
+            raise ValueError(f"{place}: unknown event {row[columns.event][:40]!r}; expected {expected}")
         if event == "end":
             end, end_line = at, number
             continue
@@ -167,18 +189,43 @@ def _read_rows(text: str, source: str) -> tuple[list[TraceRow], float | None, li
     if not rows:
         raise ValueError(f"{source}, line 1: the file has no event; {EXPECTED}")
     rows.sort(key=lambda row: row.at)
-    notes: list[str] = []
     start = rows[0].at
-    if start * scale > ABSOLUTE_SECONDS:
+    if start * columns.scale > ABSOLUTE_SECONDS:
         notes.append("times are absolute; they were moved so that the first event is at 0")
     else:
         start = 0.0
-    rows = [row._replace(at=(row.at - start) * scale) for row in rows]
-    end = None if end is None else (end - start) * scale
+    rows = [row._replace(at=(row.at - start) * columns.scale) for row in rows]
+    end = None if end is None else (end - start) * columns.scale
+    last = rows[-1].at if end is None else end
     if end is not None and end < rows[-1].at:
         late = f"but line {rows[-1].number} has an event at {rows[-1].at:g} s"
         raise ValueError(f"{source}, line {end_line}: the trace ends at {end:g} s, {late}")
+    if rows[0].at > LATE * last:
+        unit = "seconds" if columns.scale == 1.0 else "milliseconds"
+        notes.append(f"the first event is at {rows[0].at:,.0f} s of {last:,.0f} s (times are in {unit})")
     return rows, end, notes
+
+
+def _cells(line: str, place: str) -> list[str]:
+    """Return the cells of a line; they may be quoted. A line without a cell is [""]."""
+    if '"' not in line:
+        return [cell.strip() for cell in COMMENT.sub("", line).split(",")]
+    if line.lstrip().startswith("#"):
+        return [""]
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True, strict=True))]
+    except csv.Error as error:
+        raise ValueError(f"{place}: {line[:80]!r} is not a line of a CSV file: {error}; {EXPECTED}") from None
+
+
+def _header(row: Sequence[str]) -> TraceColumns | None:
+    """Return the columns of a header; None: it is none."""
+    names = [name.lower() for name in row]
+    if any(names.count(name) != 1 for name in HEADER):
+        return None
+    seconds, event, machine = map(names.index, HEADER)
+    events = ("add", "remove", "notice", "end")
+    return TraceColumns(seconds, event, machine, width=len(names), scale=1.0, events=events)
 
 
 def _time(text: str, place: str, scale: float) -> float:

@@ -11,6 +11,7 @@ import typer
 from varuna.cli.options import say
 from varuna.morph.run.job_folder import home_folder
 from varuna.page.serve import open_listener, require_aiohttp, serve_page
+from varuna.processes import yield_to_workers
 
 
 def page(
@@ -34,6 +35,7 @@ def page(
             announce_page(url, file)
             say("Ctrl-C ends the page only")
 
+    yield_to_workers()
     serve_page(folder.absolute(), opened, home=home_folder(), announce=announce, parent=parent)
 
 

@@ -25,6 +25,9 @@ StatusStyle = Literal["live", "plain", "off"]
 PLAIN_SECONDS = 15.0
 """Time between two plain lines."""
 REFRESH_SECONDS = 0.5
+"""Time between two views of a live status."""
+LOOK_SECONDS = 2.0
+"""Time after which a screen without a live status looks whether a plain line is due."""
 MAX_LINES = 20_000
 """Lines that wait for a slow terminal."""
 CLOSE_SECONDS = 2.0
@@ -33,6 +36,13 @@ CLOSE_SECONDS = 2.0
 
 class Screen(Protocol):
     """Shows a job. No method waits for the terminal for long, and none raises."""
+
+    refresh_seconds: float
+    """Time between two looks at `needs_view`."""
+
+    @property
+    def needs_view(self) -> bool:
+        """Whether `update` would show something now. A view costs CPU time that workers lack."""
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Show an event."""
@@ -107,12 +117,18 @@ def own_file(stream: TextIO) -> TextIO:
 class PlainScreen:
     """Prints lines; the status is one of them, every few seconds."""
 
+    refresh_seconds = LOOK_SECONDS
+
     def __init__(self, *, status_seconds: float | None = PLAIN_SECONDS) -> None:
         """`status_seconds` None: no status."""
         self._status_seconds = status_seconds
         self._next = time.monotonic() + (status_seconds or 0.0)
         self._shown = ""
         self._writers = {False: LineWriter(sys.stdout), True: LineWriter(sys.stderr)}  # True: of errors
+
+    @property
+    def needs_view(self) -> bool:
+        return self._status_seconds is not None and time.monotonic() >= self._next
 
     def say(self, text: str, *, error: bool = False) -> None:
         self._writers[error].add(f"varuna: {printable(text)}")
@@ -122,10 +138,9 @@ class PlainScreen:
             self._writers[is_stderr].add(worker_line(rank, line))
 
     def update(self, view: JobView) -> None:
-        now = time.monotonic()
-        if self._status_seconds is None or now < self._next or view.phase == "over":
+        if self._status_seconds is None or not self.needs_view or view.phase == "over":
             return
-        self._next = now + self._status_seconds
+        self._next = time.monotonic() + self._status_seconds
         line = plain_line(view)
         if line != self._shown:
             self._shown = line
@@ -138,6 +153,9 @@ class PlainScreen:
 
 class LiveScreen:
     """Shows a status that renews itself, below all other output."""
+
+    refresh_seconds = REFRESH_SECONDS
+    needs_view = True
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor` is a terminal."""

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 STATUS_SHARE = 200
 """The status takes at most one of so many parts of the manager's time."""
+VIEW_SECONDS = 2.0
+"""A scrape that the manager does not answer within this time gets the last view."""
 PORT_SECONDS = 10.0
 """Time between two attempts to use a port that another program has."""
 
@@ -64,7 +67,9 @@ class Viewers:
         self._port = options.metrics_port
         self._endpoint: MetricsEndpoint | None = None
         self._try_port_at = 0.0
-        self._view: JobView | None = None
+        self._view: JobView | None = None  # the newest
+        self._view_until = 0.0  # it is new enough until then
+        self._loop = asyncio.get_running_loop()
         job = tracked_job(manager.job, manager.contact.job)
         self._trackers = [
             TrackerThread(name, partial(open_tracker, name, job), folder=job.folder)
@@ -73,17 +78,40 @@ class Viewers:
         manager.observer.subscribers += [tracker.add for tracker in self._trackers]
 
     async def run(self) -> None:
-        """Show the job until this task is cancelled. A large job is shown less often."""
+        """Show the job until this task is cancelled."""
         while True:
-            begun = time.perf_counter()
-            self._view = self._manager.observer.view(self._manager.state, now=self._manager.clock.now())
-            self._screen.update(self._view)
+            if self._screen.needs_view:
+                self._screen.update(self._present())
             for tracker in self._trackers:
                 self._manager.report_problem(tracker.name, tracker.problem)
             if self._port is not None and self._endpoint is None:
                 self._open_endpoint(self._port)
-            cost = time.perf_counter() - begun
-            await asyncio.sleep(max(REFRESH_SECONDS, STATUS_SHARE * cost))
+            await asyncio.sleep(max(self._screen.refresh_seconds, self._view_until - time.monotonic()))
+
+    def _present(self) -> JobView:
+        """Return a view that is at most `REFRESH_SECONDS` old, or older if the job is large."""
+        begun = time.monotonic()
+        if self._view is None or begun >= self._view_until:
+            self._view = self._manager.observer.view(self._manager.state, now=self._manager.clock.now())
+            now = time.monotonic()
+            self._view_until = now + max(REFRESH_SECONDS / 2, STATUS_SHARE * (now - begun))
+        return self._view
+
+    def _view_for_thread(self) -> JobView | None:
+        """Return the present view to another thread; the newest one if the manager is busy or ends."""
+        found = Future[JobView]()
+
+        def answer() -> None:
+            try:
+                found.set_result(self._present())
+            except Exception as error:
+                found.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(answer)
+            return found.result(VIEW_SECONDS)
+        except (TimeoutError, RuntimeError):  # RuntimeError: the loop is closed
+            return self._view
 
     def _open_endpoint(self, port: int) -> None:
         if time.monotonic() < self._try_port_at:
@@ -92,7 +120,9 @@ class Viewers:
 
         why = ""
         try:
-            self._endpoint = MetricsEndpoint(port, lambda: self._view, folder=Path(self._manager.job.log_dir))
+            self._endpoint = MetricsEndpoint(
+                port, self._view_for_thread, folder=Path(self._manager.job.log_dir)
+            )
             self._manager.log("metrics", self._endpoint.url)
         except OSError as error:
             self._try_port_at = time.monotonic() + PORT_SECONDS

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import msgspec
+from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import find_batch_size
 
 from varuna.errors import WorkerError
 from varuna.execute.comm.session import Session
@@ -55,10 +57,12 @@ def read_batches(collective: Any, read: Callable[[], BatchMessage]) -> BatchMess
 class SharedReader:
     """A dataloader that only the first rank reads; every rank iterates over it."""
 
-    def __init__(self, dataloader: Any, collective: Callable[[], Any], gradient_state: Any) -> None:
+    def __init__(self, dataloader: Any, collective: Callable[[], Any], accelerator: Any) -> None:
         self._dataloader = dataloader
         self._collective = collective
-        self._gradient_state = gradient_state
+        self._gradient_state = accelerator.gradient_state
+        is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+        self._counts_last_batch = is_stream and accelerator.dispatch_batches is not False
         self.end_of_dataloader = False
         self.remainder = -1
 
@@ -71,10 +75,10 @@ class SharedReader:
     def __iter__(self) -> Iterator[Any]:
         collective = self._collective()
         if len(collective.ranks) == 1:
-            yield from self._dataloader
+            yield from self._batches()
             return
         reads = collective.rank == collective.ranks[0]
-        items = iter(self._dataloader) if reads else None
+        items = self._batches() if reads else None
 
         def read() -> BatchMessage:
             assert items is not None
@@ -95,3 +99,15 @@ class SharedReader:
         finally:
             if not reads:
                 self._gradient_state._remove_dataloader(self)
+
+    def _batches(self) -> Iterator[Any]:
+        """Read the data. Of a stream, note the samples of its last batch, as Trainer's reader of streams does.
+
+        Without this number, an incomplete last batch would count in metrics as a whole one.
+        """
+        loader = self._dataloader
+        for batch in loader:
+            is_last = getattr(loader, "end_of_dataloader", False)  # of accelerate, not of a script's own
+            if self._counts_last_batch and is_last and loader.remainder == -1:
+                loader.remainder = find_batch_size(batch) or -1
+            yield batch

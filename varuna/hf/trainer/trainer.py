@@ -107,6 +107,8 @@ class VarunaTrainer(TrainerData):
         set_one_process(self.args)
         with alone(cpu=bool(self.args.use_cpu)):
             super().create_accelerator_and_postprocess()
+        if self.accelerator.dispatch_batches:  # the first rank reads for all anyway
+            self.accelerator.dataloader_config.dispatch_batches = None
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**options), "device_placement": False}
@@ -333,7 +335,7 @@ class VarunaTrainer(TrainerData):
         def collective() -> Any:
             return self.pipeline.collective
 
-        reader: Any = SharedReader(dataloader, collective, self.accelerator.gradient_state)
+        reader: Any = SharedReader(dataloader, collective, self.accelerator)
         return super().evaluation_loop(reader, *args, **options)
 
     def prediction_step(

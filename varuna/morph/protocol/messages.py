@@ -199,6 +199,7 @@ ToManager = (
     | events.StoreReady
     | events.StoreEnded
     | events.WorkerFailed
+    | events.LeaverFailed
     | events.WorkersEnded
     | PreemptionReport
     | events.NoticeWithdrawn

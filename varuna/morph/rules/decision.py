@@ -171,6 +171,7 @@ class Decision:
             joiners={},
             leaving=tuple(name for name in self.leavers() if name not in generation.machine_set),
             lost={},
+            joined=(),
             holding=False,
             morph_begun_at=0.0,
             morph_broken="",

@@ -263,12 +263,10 @@ def end_morph(decision: Decision) -> None:
     pause = f"pause {slowest.morph_seconds:.3f} s, {moved} moved"
     decision.log("morphed", f"{decision.generation.number}: in place, {pause} ({slowest.morph_parts})")
     _note_steps(decision)
-    last = decision.state.morphed_from
-    joined = last is not None and not last.machine_set.issuperset(decision.generation.machines)
     decision.enter(
         "running",
         decision.state.reason,
-        join_failures=0 if joined else decision.state.join_failures,
+        joined=tuple(sorted(joining_ranks(decision))),
         leaving_since=decision.now,
         morphed_from=None,
         morph_base=None,
@@ -307,6 +305,14 @@ def worker_failed(decision: Decision, event: events.WorkerFailed) -> None:
         _joiner_ended(decision, event.machine, (event.outcome,))
 
 
+def leaver_failed(decision: Decision, event: events.LeaverFailed) -> None:
+    """End a morph that lost a worker before its handover."""
+    known_agent = decision.member_of_agent(event.machine, event.agent)
+    is_current = decision.state.phase == "morphing" and event.generation == decision.generation.number
+    if known_agent and is_current:
+        _break_handover(decision, event.machine, (event.outcome,))
+
+
 def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
     """Drop a preparation that lost a joiner. End a morph that lost a machine before its handover."""
     if decision.member_of_agent(event.machine, event.agent) is None:
@@ -321,9 +327,15 @@ def workers_ended(decision: Decision, event: events.WorkersEnded) -> None:
     if joined:
         _joiner_ended(decision, event.machine, event.outcomes)
     elif _leaves_morph(decision, event):
-        failures = [outcome.failure for outcome in event.outcomes if outcome.failure is not None]
-        if any(failure.rank not in decision.state.morph_lost for failure in failures):
-            break_morph(decision, f"{event.machine} failed while it handed its state over")
+        _break_handover(decision, event.machine, event.outcomes)
+
+
+def _break_handover(decision: Decision, machine: str, outcomes: tuple[Outcome, ...]) -> None:
+    """Break the morph if one of these workers, which leave in it, failed before all had its state."""
+    number, lost = decision.generation.number, decision.state.morph_lost
+    late = (one.failure for one in outcomes if one.entered < number)
+    if any(failure is not None and failure.rank not in lost for failure in late):
+        break_morph(decision, f"{machine} failed while it handed its state over")
 
 
 def _current_number(decision: Decision, machine: str, number: int) -> int:

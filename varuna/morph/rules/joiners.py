@@ -1,5 +1,7 @@
 """Joiners of a running job: they build their model while it goes on. Other code is refused alone."""
 
+from itertools import filterfalse
+
 from varuna.morph import commands
 from varuna.morph.reports import distinct_reports
 from varuna.morph.rules.decision import Decision
@@ -37,6 +39,20 @@ def count_join_failure(decision: Decision) -> float:
     wait = min(60.0, 2.0**failures)
     decision.set(join_failures=failures, retry_join_at=decision.now + wait)
     return wait
+
+
+def note_first_steps(decision: Decision) -> None:
+    """Forget failed joiners once all ranks that have joined report a step."""
+    state = decision.state
+    if not state.joined or state.phase != "running":
+        return
+
+    def has_trained(rank: int) -> bool:
+        reports = state.progress.get(decision.generation.machine_of(rank) or "", ())
+        return any(worker.rank == rank and worker.steps for worker in reports)
+
+    late = tuple(filterfalse(has_trained, state.joined))
+    decision.set(joined=late, join_failures=state.join_failures if late else 0)
 
 
 def unusable_machines(decision: Decision, generation: Generation) -> list[str]:

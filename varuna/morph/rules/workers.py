@@ -6,6 +6,7 @@ from varuna.morph import commands, events
 from varuna.morph.failures import describe_failure, find_cause
 from varuna.morph.reports import Reports, distinct_reports, merge_reports, total_of_reports
 from varuna.morph.rules.decision import Decision
+from varuna.morph.rules.joiners import note_first_steps
 from varuna.morph.rules.membership import lose_silent_machines
 from varuna.morph.rules.orders import break_morph
 from varuna.morph.state import JobVerdict, Outcome, WorkerProgress
@@ -105,6 +106,7 @@ def tick(decision: Decision, event: events.Tick) -> None:
         if decision.state.failed_before < 0:
             decision.set(failed_before=decision.state.failed_saves)
         keep_facts(decision, progress)
+    note_first_steps(decision)
     lose_silent_machines(decision)
     _end_if_not_begun(decision, event)
 

@@ -52,6 +52,7 @@ class Agent:
         self.address = "127.0.0.1"  # of this machine, as the manager sees it
         self.start: messages.StartWorkers | None = None
         self.reported_end = False
+        self.leaver: events.LeaverFailed | None = None  # the last one
         self.num_store_ends = 0  # since the last generation
         self.supervisor = Supervisor(
             orders.credential,
@@ -60,7 +61,7 @@ class Agent:
             on_store=self.store_opened,
             on_store_end=self.store_ended,
             on_exit=self.end,
-            on_worker_left=lambda worker: self.send_output(),
+            on_worker_left=lambda worker: report_leaver(self, worker),
         )
         self.cloud = CloudListener(orders, self.send) if orders.cloud else None
         self.tls = orders.credential.client_context()
@@ -198,6 +199,8 @@ class Agent:
             self.check_store(self.start)
             for worker in self.supervisor.workers.values():  # an earlier manager may not have heard of it
                 report_failure(self, worker)
+            if self.leaver is not None:
+                self.send(self.leaver)
 
     def send(self, message: messages.ManagerMessage | events.Event) -> None:
         if self.writer is not None:
@@ -398,6 +401,16 @@ def report_failure(agent: Agent, worker: WorkerProcess) -> None:
     if agent.start is not None and worker.outcome is not None and worker.outcome.failure is not None:
         number = agent.start.generation
         agent.send(events.WorkerFailed(agent.orders.machine, agent.name, number, worker.outcome))
+
+
+def report_leaver(agent: Agent, worker: WorkerProcess) -> None:
+    """Report a failure of a worker that leaves: the others may wait for its state."""
+    assert worker.outcome is not None
+    agent.send_output()
+    if worker.outcome.failure is not None:
+        number = worker.leaves_in
+        agent.leaver = events.LeaverFailed(agent.orders.machine, agent.name, number, worker.outcome)
+        agent.send(agent.leaver)
 
 
 def main() -> None:

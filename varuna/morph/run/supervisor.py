@@ -57,6 +57,7 @@ class WorkerProcess:
         self.pid: int | None = None
         self.exit_code: int | None = None
         self.outcome: Outcome | None = None  # None while it runs
+        self.leaves_in = 0  # generation that the others enter without it; 0: it stays
         self.last_progress = WorkerProgress(rank)
         progress_file = folder / f"rank_{rank}.progress"
         self._reader = ProgressReader(progress_file, rank) if shows_progress else None
@@ -107,6 +108,7 @@ class WorkerProcess:
                 if not link.exists():  # a joiner may have its log there
                     link.symlink_to(os.path.relpath(path, folder))
             self.rank = self._reader.rank = order.rank
+        self.leaves_in = order.generation if order.rank is None else 0
         self._orders.give(order)
 
     def new_output(self) -> Iterator[tuple[bool, str]]:
@@ -147,7 +149,7 @@ class Supervisor:
 
         `on_store` gets the port of a new store, or 0 and an error; `on_store_end` the port of a store that
         ended unexpectedly, `on_exit` the reason for an unexpected end of the fork server, `on_worker_left` a
-        worker that has ended after it handed its state over.
+        worker that was to hand its state over, and has ended.
         """
         self.workers: dict[int, WorkerProcess] = {}  # by rank
         self.leaving: list[WorkerProcess] = []  # hand their state over to the others, then exit

@@ -28,7 +28,7 @@ class SentPoints:
             self._last = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])
         except (OSError, *UNDECODABLE):
             with suppress(OSError):
-                self.note(self._recorded_rows())
+                self.note(self.unsent(self._recorded_rows()))
 
     def missing(self) -> list[MetricRow]:
         """Return the points of the job's file that the tracker does not have."""
@@ -50,16 +50,17 @@ class SentPoints:
         """Return the values that the tracker does not have, each once."""
         last, found = dict(self._last), []
         for row in rows:
-            values = {name: value for name, value in row.values.items() if row.step > last.get(name, -1)}
-            last.update(dict.fromkeys(values, row.step))
-            if values:
-                found.append(row._replace(values=values))
+            sent = [name for name in row.values if row.step <= last.get(name, -1)]
+            if sent:
+                row = row._replace(values={name: row.values[name] for name in row.values if name not in sent})
+            if row.values:
+                last.update(dict.fromkeys(row.values, row.step))
+                found.append(row)
         return found
 
     def note(self, rows: Iterable[MetricRow]) -> None:
-        """Note that the tracker has these rows."""
+        """Note that the tracker has these rows, which `unsent` has returned."""
         for row in rows:
-            for name in row.values:
-                self._last[name] = max(row.step, self._last.get(name, -1))
+            self._last.update(dict.fromkeys(row.values, row.step))
         with suppress(OSError):  # a full disk, which other files report
             write_atomic(self._path, msgspec.json.encode(self._last).decode(), fsync=False, private=True)

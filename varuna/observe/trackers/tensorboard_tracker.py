@@ -1,16 +1,14 @@
 """TensorBoard event files in the folder `tensorboard` of the log folder: `tensorboard --logdir LOGDIR`."""
 
-import io
 import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from varuna.files import make_private_folder
+from varuna.observe.trackers.event_records import frame_records
 from varuna.observe.trackers.rows import MetricRow
 from varuna.observe.trackers.tracker import TrackedJob
 
@@ -34,11 +32,7 @@ class TensorBoardTracker:
 
     def _append(self, events: Iterable[Event]) -> None:
         """Write whole events or none: TensorBoard reads no further than one that is cut."""
-        records = io.BytesIO()
-        writer = RecordWriter(records)
-        for event in events:
-            writer.write(event.SerializeToString())
-        data = records.getbuffer()
+        data = memoryview(frame_records([event.SerializeToString() for event in events]))
         with self._path.open("ab", buffering=0) as file:
             begin = file.seek(0, os.SEEK_END)
             try:
@@ -53,8 +47,11 @@ class TensorBoardTracker:
 
 
 def event_of(row: MetricRow) -> Event:
-    values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
-    return Event(wall_time=row.at, step=row.step, summary=Summary(value=values))
+    event = Event(wall_time=row.at, step=row.step)
+    add = event.summary.value.add
+    for name, value in row.values.items():
+        add(tag=name, simple_value=value)
+    return event
 
 
 def open_tracker(job: TrackedJob) -> TensorBoardTracker:

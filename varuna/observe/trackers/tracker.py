@@ -21,7 +21,7 @@ EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "track
 """Names of the trackers, which are also those of their packages, and the extra that installs each."""
 MAX_ROWS = 20_000
 """Rows that wait for a slow tracker; of more, the oldest are dropped."""
-BATCH_SECONDS = 2.0
+BATCH_SECONDS = 5.0
 """Rows that come in this time after a write are written together."""
 RETRY_SECONDS = 10.0
 """Wait this long after an error, and twice as long each time."""

@@ -19,7 +19,7 @@ const PANELS = [
 const HEIGHT = PANELS.reduce((sum, panel) => sum + panel.height + GAP, TOP);
 
 const NEAR = 6; // pixels
-const LOAD_MS = 1500; // while the job runs, every second update loads the curve
+const LOAD_MS = 1500; // while the job runs; updates that come earlier do not load the curve
 
 // `version` and `now` are those of the last update; `now` is null unless the job runs.
 const chart = { axis: "time", log: false, range: null, data: null, cursor: null, drag: null, version: "", now: null, loadAt: 0 };

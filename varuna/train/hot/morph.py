@@ -81,7 +81,7 @@ def morph(
     seconds = model._options.timeout_seconds
     group = enter_generation(order, timeout_seconds=seconds)
     if order.rank is None:
-        _leave_job(model, group, copied)
+        _leave_job(model, group, order, copied)
         raise SystemExit(0)
     size = order.layout.microbatch_size if model._follows_launcher else model._options.microbatch_size
     options = replace(model._options, stage_map=order.layout.stage_map, microbatch_size=size)
@@ -123,11 +123,15 @@ def moving_state(model: "Varuna", state: StageState | None) -> MovingState:
     return MovingState(training, state, is_joiner, job, note_progress=model._progress.alive)
 
 
-def _leave_job(model: "Varuna", group: Collective, copied: Mapping[str, Unit] | None) -> None:
+def _leave_job(
+    model: "Varuna", group: Collective, order: MorphOrder, copied: Mapping[str, Unit] | None
+) -> None:
     """Give everything that other ranks lack, and disconnect."""
     moving = moving_state(model, None)
     moving.copied = copied
     moving.hand_over(group, None)
+    step = model._trainer.iteration  # from now on, the others do not need this rank
+    model._progress.morphed(order.generation, MorphParts(), seconds=0.0, num_bytes=0, iteration=step)
     model._saver.close()
 
 
