@@ -125,3 +125,20 @@ def test_faults_wait_for_the_workers_of_machines_that_a_resumed_manager_has_not_
     (chosen,) = injector.at_work()
     assert chosen is here and len(answers) == 2
     assert injector.worker_pid(here) == 7 and not answers
+
+
+def test_a_machine_leaves_when_its_workers_have_ended_whatever_else_changes_meanwhile() -> None:
+    """PRO-2: it was put back when another change, which had begun before, was done."""
+    worker = WorkerStatus(rank=0, pid=7, iteration=1, compute_seconds=0.0, step_seconds=0.0)
+    joins = MachineStatus("b", "at work", 1, 0.1, (worker,))
+    states = [
+        MachineStatus("a", "at work", 1, 0.1, (worker,)),
+        MachineStatus("a", "leaving", 1, 0.1, (worker,)),
+    ]
+    answers: list[Any] = [SimpleNamespace(machines=(one, joins)) for one in states]
+    answers += [None, SimpleNamespace(machines=(joins,))]
+    job = SimpleNamespace(patience_seconds=60.0, read_all=lambda: None, answering=lambda: answers.pop(0))
+    injector: Any = Injector.__new__(Injector)
+    injector.job = job
+    injector.wait_until_left([SimpleNamespace(address="a", name="a")])
+    assert not answers

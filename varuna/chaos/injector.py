@@ -160,6 +160,16 @@ class Injector:
         self.history[-1].seconds = round(clock.now() - self._began, 2)
         self.job.wait_for_steps(SETTLE_STEPS)
 
+    def wait_until_left(self, machines: Sequence[ChaosMachine]) -> None:
+        """Wait until these machines have no workers."""
+        addresses = {machine.address for machine in machines}
+        complaint = f"workers on {', '.join(machine.name for machine in machines)}, which have to leave,"
+        for _ in within_patience(complaint, seconds=self.job.patience_seconds, pause_seconds=0.1):
+            self.job.read_all()
+            status = self.job.answering()
+            if status and not any(one.workers for one in status.machines if one.machine in addresses):
+                return
+
     # ------------------------------------------------------------ machines
 
     @property

@@ -13,7 +13,8 @@ def leave(run: Injector) -> None:
     left = run.enough_without(machines)
     run.listing.remove(*machines)
     if left:
-        run.recovers()
+        run.recovers()  # an earlier change may have been under way
+        run.wait_until_left(machines)
     else:
         run.job.wait_for(KEPT)
         run.recovers(restarts=False)
