@@ -88,10 +88,13 @@ def options_of_the_default_file() -> frozenset[str]:
     return frozenset(name for name in context.params if _source(context, name) == "file")
 
 
-def show_config(options: msgspec.Struct, *, saved: Container[str] = ()) -> str:
+def show_config(
+    options: msgspec.Struct, *, defaults: Mapping[str, object], saved: Container[str] = ()
+) -> str:
     """Return all options of the command with their values, and where these come from, one per line.
 
-    `saved`: those that come from the job that is resumed.
+    `defaults`: the values of those that are not given; others have none. `saved`: those that come from the
+    job that is resumed.
     """
     context, rows = _parsed.get(), []
     for name in sorted(context.params):
@@ -100,6 +103,8 @@ def show_config(options: msgspec.Struct, *, saved: Container[str] = ()) -> str:
         value = getattr(options, name)
         values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         where = "saved job" if name in saved else "default" if not values else _source(context, name)
+        if not values and name in defaults:
+            values = [defaults[name]]
         rows.append((name, " ".join(map(str, values)) or "-", where))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows)
