@@ -226,3 +226,7 @@ def test_a_file_that_is_missing_and_an_unknown_variable_are_refused(
     monkeypatch.setenv("VARUNA_RUN_COMMAND", "other.py")  # it would be ignored
     assert cli("run", "script.py") == 2
     assert "the environment variable VARUNA_RUN_COMMAND is not known" in cli.err
+    monkeypatch.delenv("VARUNA_RUN_COMMAND")
+    monkeypatch.setenv("VARUNA_RUN_BATCH_SIZE", "x")  # the parser would name --batch-size
+    assert cli("run", "script.py") == 2
+    assert "variable VARUNA_RUN_BATCH_SIZE must be a whole number, not 'x'" in cli.err

@@ -44,6 +44,7 @@ def use_config(context: typer.Context, path: str | None, kind: type[msgspec.Stru
     _parsed.set(context)
     with exit_2_on_error():
         _refuse_unknown_variables(os.environ, context)
+        _refuse_wrong_variables(os.environ, kind)
         file = Path(CONFIG_FILE if path is None else path)
         if path is None and not file.is_file():
             return None
@@ -125,12 +126,28 @@ def _is_a_price(text: str) -> bool:
 
 
 def _checked(file: Path, key: str, value: Any, hint: object) -> Any:
-    known = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
-    what, kinds = KINDS[known[0]]
+    what, kinds = KINDS[_kind_of(hint)]
     fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not fits or (isinstance(value, list) and not all(isinstance(one, str) for one in value)):
         raise ValueError(f"{file}: {key!r} must be {what}, not {value!r}")
     return str(value) if str in kinds else value
+
+
+def _kind_of(hint: Any) -> Any:
+    """Return the type of an option's values, without None."""
+    return next(one for one in get_args(hint) if one is not NoneType) if NoneType in get_args(hint) else hint
+
+
+def _refuse_wrong_variables(environment: Mapping[str, str], options: type[msgspec.Struct]) -> None:
+    """Name the variable: the parser would name the flag, which nobody has given."""
+    for name, hint in get_type_hints(options).items():
+        kind, variable = _kind_of(hint), f"{RUN_PREFIX}_{name.upper()}"
+        if kind in (int, float) and (text := environment.get(variable)):
+            try:
+                kind(text)
+            except ValueError:
+                what = f"the environment variable {variable} must be {KINDS[kind][0]}"
+                raise ValueError(f"{what}, not {text!r}") from None
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str], context: typer.Context) -> None:
