@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cli.commands import Cli
 from varuna.cli import run as run_command
-from varuna.cli.run import PreparedRun, RunOptions, prepare
+from varuna.cli.manage import settings_of
+from varuna.cli.run import SHOWN_DEFAULTS, PreparedRun, RunOptions, job_spec, prepare, with_absolute_paths
 
 FILE = """
 [run]
@@ -142,8 +144,18 @@ def test_show_config_names_where_every_option_comes_from(
     assert found["chunk_size"] == ["4", "file"]
     assert found["command"] == ["script.py --lr 0.1", "file"]
     assert found["log_dir"] == ["varuna_logs", "default"] and found["plan"] == ["-", "default"]
-    assert found["track"] == ["-", "default"]
+    assert found["track"] == ["-", "default"] and found["gpus_per_node"] == ["4", "default"]
     assert "show_config" not in found
+
+
+def test_show_config_shows_the_defaults_that_a_job_gets(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    given, missing = (
+        job_spec(with_absolute_paths(msgspec.structs.replace(RunOptions(**SAVED), **values)))
+        for values in (SHOWN_DEFAULTS, dict.fromkeys(SHOWN_DEFAULTS))
+    )
+    assert settings_of(given) == settings_of(missing)
+    assert msgspec.structs.replace(given, hang_seconds=None) == missing
 
 
 def test_show_config_of_a_resume_has_the_saved_options(
@@ -165,7 +177,7 @@ def test_show_config_of_a_resume_has_the_saved_options(
     assert found["batch_size"] == ["64", "command line"] and found["save_every"] == ["60", "environment"]
     assert found["nstages"] == ["2", "saved job"] and found["chunk_size"] == ["4", "saved job"]
     assert found["command"] == ["script.py", "saved job"] and found["gpus_per_node"] == ["8", "saved job"]
-    assert found["hot"] == ["-", "default"]  # that of varuna.toml does not count
+    assert found["hot"] == ["True", "default"]  # that of varuna.toml does not count
     assert [file.read_bytes() for file in (folder / "home").rglob("*.json")] == before != []
 
 
@@ -214,3 +226,7 @@ def test_a_file_that_is_missing_and_an_unknown_variable_are_refused(
     monkeypatch.setenv("VARUNA_RUN_COMMAND", "other.py")  # it would be ignored
     assert cli("run", "script.py") == 2
     assert "the environment variable VARUNA_RUN_COMMAND is not known" in cli.err
+    monkeypatch.delenv("VARUNA_RUN_COMMAND")
+    monkeypatch.setenv("VARUNA_RUN_BATCH_SIZE", "x")  # the parser would name --batch-size
+    assert cli("run", "script.py") == 2
+    assert "variable VARUNA_RUN_BATCH_SIZE must be a whole number, not 'x'" in cli.err

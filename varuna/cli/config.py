@@ -44,6 +44,7 @@ def use_config(context: typer.Context, path: str | None, kind: type[msgspec.Stru
     _parsed.set(context)
     with exit_2_on_error():
         _refuse_unknown_variables(os.environ, context)
+        _refuse_wrong_variables(os.environ, kind)
         file = Path(CONFIG_FILE if path is None else path)
         if path is None and not file.is_file():
             return None
@@ -88,10 +89,13 @@ def options_of_the_default_file() -> frozenset[str]:
     return frozenset(name for name in context.params if _source(context, name) == "file")
 
 
-def show_config(options: msgspec.Struct, *, saved: Container[str] = ()) -> str:
+def show_config(
+    options: msgspec.Struct, *, defaults: Mapping[str, object], saved: Container[str] = ()
+) -> str:
     """Return all options of the command with their values, and where these come from, one per line.
 
-    `saved`: those that come from the job that is resumed.
+    `defaults`: the values of those that are not given; others have none. `saved`: those that come from the
+    job that is resumed.
     """
     context, rows = _parsed.get(), []
     for name in sorted(context.params):
@@ -100,6 +104,8 @@ def show_config(options: msgspec.Struct, *, saved: Container[str] = ()) -> str:
         value = getattr(options, name)
         values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         where = "saved job" if name in saved else "default" if not values else _source(context, name)
+        if not values and name in defaults:
+            values = [defaults[name]]
         rows.append((name, " ".join(map(str, values)) or "-", where))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows)
@@ -120,12 +126,28 @@ def _is_a_price(text: str) -> bool:
 
 
 def _checked(file: Path, key: str, value: Any, hint: object) -> Any:
-    known = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
-    what, kinds = KINDS[known[0]]
+    what, kinds = KINDS[_kind_of(hint)]
     fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not fits or (isinstance(value, list) and not all(isinstance(one, str) for one in value)):
         raise ValueError(f"{file}: {key!r} must be {what}, not {value!r}")
     return str(value) if str in kinds else value
+
+
+def _kind_of(hint: Any) -> Any:
+    """Return the type of an option's values, without None."""
+    return next(one for one in get_args(hint) if one is not NoneType) if NoneType in get_args(hint) else hint
+
+
+def _refuse_wrong_variables(environment: Mapping[str, str], options: type[msgspec.Struct]) -> None:
+    """Name the variable: the parser would name the flag, which nobody has given."""
+    for name, hint in get_type_hints(options).items():
+        kind, variable = _kind_of(hint), f"{RUN_PREFIX}_{name.upper()}"
+        if kind in (int, float) and (text := environment.get(variable)):
+            try:
+                kind(text)
+            except ValueError:
+                what = f"the environment variable {variable} must be {KINDS[kind][0]}"
+                raise ValueError(f"{what}, not {text!r}") from None
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str], context: typer.Context) -> None:

@@ -30,7 +30,7 @@ from varuna.morph.interval import SaveRhythm
 from varuna.morph.machines import parse_environment, read_machines, require_machines
 from varuna.morph.run.job_folder import JobFolder, home_folder, saved_path
 from varuna.morph.run.worker_env import forced, ranks_of_machine
-from varuna.morph.state import MachinePlan
+from varuna.morph.state import MachinePlan, ManagerSettings
 from varuna.page.serve import open_listener, require_aiohttp
 from varuna.plan.plan_file import read_plan
 from varuna.plan.profile_file import read_profile
@@ -41,6 +41,18 @@ from varuna.types import JobSpec, MachineWorkers, StarterName
 DEFAULT_DEVICES = 4
 DEFAULT_MACHINE_LIST = "available_machines.out"
 DEFAULT_ENV_FILE = "varuna.env"
+SHOWN_DEFAULTS: Mapping[str, object] = {
+    "machine_list": DEFAULT_MACHINE_LIST,
+    "gpus_per_node": DEFAULT_DEVICES,
+    "save_every": "auto",
+    "hang_seconds": ManagerSettings().hang_seconds,
+    "starter": "ssh",
+    "ssh": "ssh",
+    "python": sys.executable,
+    **dict.fromkeys(("no_morphing", "greedy", "exclude_slow", "page"), False),
+    "hot": True,
+}
+"""What `--show-config` prints for options that nobody has given."""
 NOT_SAVED = {
     *("code_dir", "log_dir", "resume_step", "resume", "force", "config", "show_config"),
     *("plain", "no_status"),
@@ -300,7 +312,7 @@ def resumed(path: Path, code_dir: Path, given: RunOptions) -> RunOptions:
 def used_config(options: RunOptions, *, home: Path) -> str:
     """Return all options that the job would have, and where they come from."""
     if not options.resume:
-        return show_config(options)
+        return show_config(options, defaults=SHOWN_DEFAULTS)
     code_dir = Path(options.code_dir).absolute()
     merged = resumed(saved_path(home, code_dir), code_dir, options)
     fields = msgspec.structs.asdict(merged)
@@ -309,7 +321,7 @@ def used_config(options: RunOptions, *, home: Path) -> str:
         for name, value in fields.items()
         if name not in NOT_SAVED and value not in (None, []) and getattr(options, name) in (None, [])
     }
-    return show_config(merged, saved=saved)
+    return show_config(merged, defaults=SHOWN_DEFAULTS, saved=saved)
 
 
 def with_absolute_paths(options: RunOptions) -> RunOptions:

@@ -126,7 +126,7 @@ export function showCheckpoints(view) {
   const rows = [
     ["store", visible(view.store) || "–"],
     ["saved step", view.saved_step === null ? "nothing saved yet" : whole(view.saved_step)],
-    ["next save", view.next_save_seconds === null ? every || "–" : `in ${seconds(view.next_save_seconds)} (${every || "automatic"})`],
+    ["next save", view.phase === "over" ? "–" : view.next_save_seconds === null ? every || "–" : `in ${seconds(view.next_save_seconds)} (${every || "automatic"})`],
     ["training waited", view.save_seconds ? `${seconds(view.save_seconds)} for the last one` : "–"],
   ];
   showPairs(byId("checkpoints"), rows);

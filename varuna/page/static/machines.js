@@ -9,7 +9,7 @@ const MAX_LARGE = 64; // cells with text; more are small squares
 const MAX_CELLS = 4096;
 const COLUMNS = ["Machine", "State", "Ranks", "Step", "Compute | waiting", "Memory", "Heartbeat"];
 
-let last = null;
+let last = null; // the arguments of the last `showMachines`
 
 export function stateOf(machine) {
   if (machine === undefined || /lost|ending|absent/.test(machine.state)) return "bad";
@@ -17,15 +17,15 @@ export function stateOf(machine) {
   return works(machine) ? "good" : "plain";
 }
 
-export function showMachines(view) {
-  last = view;
+export function showMachines(view, isLive) {
+  last = [view, isLive];
   const table = byId("machines");
   if (!table.tHead) {
     table.append(
       el("thead", {}, el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody"),
     );
-    byId("machine-filter").addEventListener("input", () => showMachines(last));
+    byId("machine-filter").addEventListener("input", () => showMachines(...last));
   }
   const wanted = byId("machine-filter").value.trim().toLowerCase();
   const fits = (machine) => `${machine.name} ${machine.state} ${machine.slow ? "slow" : ""}`.toLowerCase().includes(wanted);
@@ -42,7 +42,7 @@ export function showMachines(view) {
       hidden ? `${whole(hidden)} more than shown: filter them` : "",
     ].filter(Boolean).join(", "),
   );
-  keyed(table.tBodies[0], found.slice(0, MAX_ROWS), (machine) => machine.name, makeRow, updateRow);
+  keyed(table.tBodies[0], found.slice(0, MAX_ROWS), (machine) => machine.name, makeRow, (row, machine) => updateRow(row, machine, isLive));
 }
 
 function makeRow(machine) {
@@ -58,7 +58,7 @@ function makeRow(machine) {
   );
 }
 
-function updateRow(row, machine) {
+function updateRow(row, machine, isLive) {
   const cells = row.cells;
   const badge = cells[1].firstChild;
   setText(badge, machine.slow ? `${oneLine(machine.state)}, slow` : oneLine(machine.state));
@@ -73,7 +73,7 @@ function updateRow(row, machine) {
   cells[5].firstChild.hidden = !limit;
   if (limit) cells[5].firstChild.firstChild.style.width = `${Math.min(100, (100 * machine.memory_bytes) / limit)}%`;
   setText(cells[5].lastChild, machine.memory_bytes ? bytes(machine.memory_bytes) + (limit ? ` of ${bytes(limit)}` : "") : "–");
-  setText(cells[6], machine.seen_seconds_ago === null ? "–" : `${machine.seen_seconds_ago.toFixed(0)} s ago`);
+  setText(cells[6], machine.seen_seconds_ago === null || !isLive ? "–" : `${machine.seen_seconds_ago.toFixed(0)} s ago`);
 }
 
 export function ranges(ranks) {

@@ -37,7 +37,7 @@ function showView({ view, link }) {
   showFacts(view);
   showProblems(view);
   showLayout(view, openLog);
-  showMachines(view);
+  showMachines(view, link === "live");
   showEvents(view);
   showLedger(view.ledger);
   showCheckpoints(view);

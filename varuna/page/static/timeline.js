@@ -13,7 +13,7 @@ const NAMES = {
   I: "backward, inputs",
   W: "backward, weights",
   reduce: "reduce",
-  optimizer: "optimizer",
+  optimizer: "optimizer, script", // all from the end of a step to the next one
   wait: "wait",
 };
 const NOTHING = "\u00a0";
