@@ -129,7 +129,8 @@ def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
     if not whole and not lost <= copied:
         missing = ", ".join(str(rank) for rank in sorted(lost - copied))
         return why_not_hot(decision, survivors, lost=lost) or (
-            f"only the lost workers had the state of rank {missing}, and no other worker has a copy of it yet"
+            f"only the lost workers had the state of rank {missing}, and no other worker has a copy of it "
+            "yet (copies need a loop over model.batches)"
         )
     return why_not_hot(decision, survivors, lost=lost)
 
