@@ -46,13 +46,8 @@ def lost_ranks(decision: Decision) -> frozenset[int]:
 
 
 def joining_ranks(decision: Decision) -> frozenset[int]:
-    """Return the ranks that join in the morph that runs, or have made no step since: they may be unfit.
-
-    The others can do without them.
-    """
+    """Return the ranks that join in the morph that runs: the others can do without them."""
     last = decision.state.morphed_from
-    if decision.state.phase == "running":
-        return frozenset(decision.state.joined)
     if decision.state.phase != "morphing" or last is None:
         return frozenset()
     previous, _ = match_ranks(last, decision.generation, decision.state.morph_lost)
