@@ -1,16 +1,16 @@
 """Cost of looking at a job: its steps with page, TensorBoard, Prometheus, `varuna.log` and trace, or without.
 
-Two jobs train the same small model on this machine, and take turns of 0.8 seconds: all processes of the other
-one are stopped (SIGSTOP). One job has a page with an open tab, is scraped, and logs a scalar in each step;
-the other one has nothing. The first line compares the wall times of their steps. One
-ratio comes from four turns.
+The first line compares the wall times of the steps of one job, which has a page with an open tab and is
+scraped. In some turns, its page is stopped (SIGSTOP), and its worker writes no records, so manager and agent
+have no more to do than those of a job that nobody watches. One ratio comes from four turns of three seconds,
+in the order on, off, off, on. Two jobs are not compared, because equal jobs differ by more than the effect.
 
 The second line is the worker's part: CPU times of adjacent steps of one job, which are recorded or not, in
 the order on, off, off, on. Other programs disturb it less. Both show the median of all ratios with its 95 %
 confidence interval (bootstrap). The other lines are CPU times: of a worker's records and of its trace, after
-work that fills the caches as a step does; of manager, page and agent of both jobs, which train at the same
-time; and the sum of what the watched job needs more: the factor by which steps take longer on a machine all
-of whose cores train. All lines together take about five minutes.
+work that fills the caches as a step does; of manager, page and agent of a watched job and of one that nobody
+watches, which train at the same time; and the sum of what the watched job needs more: the factor by which
+steps take longer on a machine all of whose cores train. All lines together take about seven minutes.
 """
 
 import http.client
@@ -76,7 +76,7 @@ for step, inputs in model.batches(lambda samples: {"x": x[samples]}, order):
     ended, number = turn[0], turn[1]
     if ended:
         break
-    recorded = RECORDED[step % 4]
+    recorded = RECORDED[number % 4 if BY_TURN else step % 4]
     model._metrics._writer = writers[recorded]
     vars(model)["_tracer"] = tracers[recorded]
     begun, used = time.perf_counter(), time.process_time()
@@ -92,10 +92,10 @@ for row in seen[20:]:
     print("time", *row)
 """
 LOOKED_AT = ["--track", "tensorboard", "--metrics-port", "0", "--page", "--page-port", "0"]
-TURN_SECONDS = 0.8
-"""A machine is lost after 1.35 s without a heartbeat, and they come every 0.5 s."""
+TURN_SECONDS = 3.0
+"""Two turns on and two off follow each other: few rows of TensorBoard are written in a turn that is off."""
 ALWAYS, NEVER, IN_TURN = (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)
-"""Four steps: 1 is recorded."""
+"""Four steps, or turns: 1 is recorded."""
 SCRAPE_SECONDS = 15.0
 """Time between two scrapes; Prometheus' own default is a minute."""
 CURVE_SECONDS = 1.5
@@ -111,11 +111,11 @@ OTHER_BYTES = 48 * 2**20
 READ_SECONDS = 30.0
 """Time limit for an answer of the page or the endpoint."""
 UNUSED_STEPS = 1
-"""First and last steps of a turn: the job may have been stopped in them."""
+"""First and last steps of a turn: they may be on and off."""
 
 
 def observing(repeats: int, *, quick: bool) -> list[Row]:
-    walls = take_turns(8 if quick else 32 * repeats)
+    walls = take_turns(4, 0.5) if quick else take_turns(16 * repeats, TURN_SECONDS)
     shares = watching_shares(1 if quick else repeats, 2.0 if quick else SCRAPE_SECONDS)
     cpu = steps_in_turn(3.0 if quick else 10.0 * repeats)
     calls = 20 if quick else 200
@@ -215,13 +215,15 @@ class Step(NamedTuple):
 
 
 class ObservedJob:
-    """A job on this machine, which can be stopped and continued with all its processes."""
+    """A job on this machine."""
 
-    def __init__(self, folder: Path, options: Sequence[str], recorded: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, options: Sequence[str], recorded: Sequence[int], *, by_turn: bool
+    ) -> None:
         self.folder, self.number = folder, 0
         folder.mkdir()
         (folder / "machines").write_text("127.0.0.1\n")
-        (folder / "train.py").write_text(f"RECORDED = {tuple(recorded)}\n{TRAIN}")
+        (folder / "train.py").write_text(f"RECORDED, BY_TURN = {tuple(recorded)}, {by_turn}\n{TRAIN}")
         (folder / "turn").write_bytes(b"\x00\x00")
         command = [sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines"]
         command += ["--gpus_per_node", "1", "--batch_size", "64", "--chunk_size", "64", "--nstages", "1"]
@@ -254,8 +256,8 @@ class ObservedJob:
     def watching_seconds(self) -> float:
         return sum(map(process_seconds, self.watching))
 
-    def signal_all(self, number: int) -> None:
-        for pid in self.pids:
+    def signal_page(self, number: int) -> None:
+        for pid in page_processes(self.process.pid):
             os.kill(pid, number)
 
     def note_turn(self, number: int, *, ended: bool = False) -> None:
@@ -271,37 +273,40 @@ class ObservedJob:
 
 
 @contextmanager
-def observed_jobs(*kinds: tuple[Sequence[str], Sequence[int]]) -> Iterator[list[ObservedJob]]:
-    """Start jobs with these options and recorded steps; yield them when they train."""
+def observed_jobs(
+    *kinds: tuple[Sequence[str], Sequence[int]], by_turn: bool = False
+) -> Iterator[list[ObservedJob]]:
+    """Start jobs with these options and recorded steps or turns; yield them when they train."""
     with tempfile.TemporaryDirectory(prefix="varuna-benchmark-") as name:
-        jobs = [ObservedJob(Path(name) / str(number), *kind) for number, kind in enumerate(kinds)]
+        folders = (Path(name) / str(number) for number in range(len(kinds)))
+        jobs = [ObservedJob(next(folders), *kind, by_turn=by_turn) for kind in kinds]
         try:
             for job in jobs:
                 job.wait_until_training()
             yield jobs
         except BaseException:
             for job in jobs:
-                job.signal_all(signal.SIGCONT)
+                job.signal_page(signal.SIGCONT)
                 job.process.terminate()
             raise
 
 
-def take_turns(count: int) -> list[Four]:
-    """Let a watched job and one that nobody watches train in turn, so many times."""
-    with observed_jobs((LOOKED_AT, ALWAYS), ((), NEVER)) as (watched, plain):
-        with looked_at(watched) as scraper:
-            plain.signal_all(signal.SIGSTOP)
+def take_turns(count: int, seconds: float) -> list[Four]:
+    """Let a job train, watched and recorded in some turns and not in others, so many times."""
+    with observed_jobs((LOOKED_AT, IN_TURN), by_turn=True) as (job,):
+        with looked_at(job) as scraper:
+            begun = scraped = time.monotonic()
             for number in range(count):
-                job, other = (watched, plain) if number % 2 == 0 else (plain, watched)
-                other.signal_all(signal.SIGSTOP)
                 job.note_turn(number)
-                job.signal_all(signal.SIGCONT)
-                if job is watched and number % round(SCRAPE_SECONDS / TURN_SECONDS) == 0:
+                is_on = IN_TURN[number % len(IN_TURN)]
+                job.signal_page(signal.SIGCONT if is_on else signal.SIGSTOP)
+                if is_on and (number == 0 or time.monotonic() >= scraped + SCRAPE_SECONDS):
+                    scraped = time.monotonic()
                     scraper.read_once()
-                time.sleep(TURN_SECONDS)
-            for job in (watched, plain):
-                job.signal_all(signal.SIGCONT)
-        return four_turns(watched.end(), plain.end())
+                time.sleep(max(0.0, begun + seconds * (number + 1) - time.monotonic()))
+            job.signal_page(signal.SIGCONT)
+        steps = job.end()
+    return four_turns(*([step for step in steps if step.recorded == one] for one in (1, 0)))
 
 
 def watching_shares(windows: int, seconds: float) -> list[WatchingShares]:
@@ -455,7 +460,7 @@ class Scraper(JobReaderThread):
 
 
 def four_turns(on: Sequence[Step], off: Sequence[Step]) -> list[Four]:
-    """Return the wall times of each two turns of both jobs. Those without steps are left out.
+    """Return the wall times of each two turns of both kinds. Those without steps are left out.
 
     If none is left, as in a short run on a slow machine, return the means of all steps.
     """

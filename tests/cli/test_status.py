@@ -249,6 +249,27 @@ def test_machines_cannot_control_the_terminal_and_many_of_them_fit() -> None:
     assert len(text.splitlines()) < 20
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (90, "machine state ranks step s compute s wait s memory"),
+        (60, "machine state ranks step s compute s memory"),
+        (30, "machine state step s"),
+        (20, "machine state"),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_names(width: int, shown: str) -> None:
+    """SEE-1"""
+    machines = (MachineView(name="10.0.0.12", state="at work", ranks=(0, 1), memory_bytes=2**30),)
+    console = Console(width=width, height=30, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(live_status(example(1, machines=machines), width=width))
+    lines = console.export_text().splitlines()
+    (header,) = (line for line in lines if line.startswith("machine"))
+    assert header.split() == shown.split()
+    assert any(line.startswith("10.0.0.12  at work") for line in lines)
+    console.print(live_status(example(1, machines=()), width=width))  # a job that begins
+
+
 @pytest.mark.parametrize("height", [14, 18, 24, 40])
 def test_the_status_fits_a_low_terminal_and_leaves_lines_for_the_output(height: int) -> None:
     """SEE-1: also with many machines and problems; the last event is not cut off."""

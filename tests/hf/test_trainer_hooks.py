@@ -1,11 +1,13 @@
 """Hooks of Trainer that scripts override: they run as with transformers' Trainer."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.hf.trainers import (
     arguments,
@@ -177,3 +179,48 @@ def test_a_loss_that_cannot_be_checked_is_reported(caplog: pytest.LogCaptureFixt
     watch.start(model)
     assert "it is not checked whether it reads Python values that change" in caplog.text
     watch.check(model)
+
+
+def watch_of(loss: Any) -> tuple[LossWatch, torch.nn.Module]:
+    """Return a watch of a loss that was captured with the output [2.0, 2.0] of a model."""
+    watch, model = LossWatch(loss), torch.nn.Linear(2, 2)
+    watch.begin({"x": torch.ones(2)}, None)
+    watch.add_outputs(torch.full((2,), 2.0))
+    return watch, model
+
+
+@pytest.mark.parametrize("keep", ["parts.append(y.mean().item())", "parts.append(y.detach())"])
+def test_a_loss_that_keeps_a_value_is_refused_with_its_line(keep: str, tmp_path: Path) -> None:
+    """TRA-1: a value to be logged would be that of the capture, a symbol or a tensor without values."""
+    lines = ["parts = []", "def loss(model, inputs, num_items):", "    y = model(**inputs)"]
+    (tmp_path / "script.py").write_text("\n".join([*lines, f"    {keep}", "    return y.sum()", ""]))
+    watch, model = watch_of(runpy.run_path(str(tmp_path / "script.py"))["loss"])
+    with pytest.raises(
+        UnsupportedFeature, match=r"(?s)script\.py:[34]: .* keeps a value.*if not model.training"
+    ):
+        watch.start(model)
+
+
+def test_a_loss_may_keep_values_in_evaluations_and_divide_by_one_that_it_reads() -> None:
+    """TRA-1"""
+    kept: list[Any] = []
+
+    def loss(model: Any, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+        outputs: torch.Tensor = model(**inputs)
+        if not model.training:
+            kept.append(outputs.mean().item())
+        return outputs.sum() / outputs.abs().sum().item()
+
+    watch, model = watch_of(loss)
+    watch.start(model)
+    watch.check(model.train())
+    assert not kept
+
+
+def test_a_tensor_that_was_kept_when_the_loss_was_captured_is_refused() -> None:
+    """TRA-1: it has no values."""
+    with FakeTensorMode():
+        weights = torch.ones(2)
+    watch, model = watch_of(lambda model, inputs, num_items: (model(**inputs) * weights).sum())
+    with pytest.raises(UnsupportedFeature, match=r"in an earlier call.*__init__"):
+        watch.start(model)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pyrannc import RaNNCModule
@@ -317,3 +317,22 @@ def test_an_existing_model_is_replaced_only_on_request(pool: Pool, tmp_path: Pat
     assert reload(tmp_path / "a", "gpt2").lm_head.weight.dtype == torch.bfloat16
     assert not list((tmp_path / "a").glob(".varuna*"))
     shutil.rmtree(tmp_path / "a")
+
+
+def test_a_folder_has_the_names_that_transformers_writes(tmp_path: Path) -> None:
+    """TRA-3: newer versions of transformers have renamed the modules of many models, but not their files."""
+    import transformers as hf
+
+    dry = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    plain = hf.ViTForImageClassification(hf.ViTConfig(**sizes, **dry, image_size=8, patch_size=4))
+    plain.save_pretrained(tmp_path / "plain")
+    model = empty_model(tmp_path / "plain")
+    batch = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+    weights = hf_weights(tmp_path / "plain")
+    wrapped = Varuna(model, "0", batch, batch_size=2, chunk_size=2, device="cpu", initialize=weights)
+    save_pretrained(wrapped, tmp_path / "mine")
+    wrapped.close()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "mine"))
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)

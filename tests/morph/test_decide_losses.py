@@ -221,6 +221,19 @@ def test_a_joiner_that_dies_before_its_first_step_again_and_again_is_added_by_a_
     assert world.state.phase == "running" and world.state.join_failures == 0
 
 
+def test_a_joiner_that_raises_in_its_first_step_restarts_the_job() -> None:
+    """HOT-5: all ranks have seen its error, and raise it."""
+    world = begun("a", "b", hot=True)
+    world.new.add("d")
+    world.happens(events.MachineListRead(("a", "b", "d")))
+    world.passes(2, steps=1)
+    assert world.workers.keys() == set("abd") and world.state.joined == (2,)
+    world.end_workers("d", raised(2))
+    world.passes(0.5)
+    assert len(world.morphed) == 1 and world.state.crashes == 1
+    assert any("generation ended" in line and "raised ValueError" in line for line in world.logged)
+
+
 def test_a_joiner_is_tried_again_as_if_new_once_it_has_made_a_step() -> None:
     """HOT-5: only failures in a row count."""
     world = joining("a", "b")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from varuna.morph import commands, events
-from varuna.morph.accounting import TRAINING, Accountant
+from varuna.morph.accounting import TRAINING, Accountant, _joiners
 from varuna.morph.decide import decide_all
 from varuna.morph.members import Members, is_steady
 from varuna.morph.reports import (
@@ -118,7 +118,7 @@ def shares_by_looking_at_all(accountant: Accountant, state: JobState, clock: flo
     found = dict.fromkeys(("working", "between", "waiting", "idle"), 0.0)
     fractions = accountant._working_fractions(state)
     trains = state.phase in TRAINING and not state.holding
-    joiners = () if state.preparation is None else state.preparation.joiners
+    joiners = _joiners(state)
     for name, member in state.members.items():
         if not accountant._is_paid(member):
             continue

@@ -242,6 +242,29 @@ def test_a_loss_in_the_last_step_before_a_change_redoes_that_step_only() -> None
     assert job.ledger.steps_redone == 0
 
 
+def test_a_joiner_waits_for_the_end_of_the_last_step_without_it() -> None:
+    """B6, PRO-3, PRO-4: steps of 80 s on one machine. Its share in later steps is useful, not its wait."""
+    request = LayoutRequest(batch_size=64, num_stages=1, microbatch_size=1)
+    plans = CachedPlanner(request, devices_per_machine=1, steps={1: 80.0})
+    trace = market(MachineChange(0, added=("a",)), MachineChange(1000, added=("b", "c", "d")), end=2000)
+    ledger = SimulatedJob(trace, plans, COSTS, devices_per_machine=1, hot=True).run()
+    amounts = amounts_by_cause(ledger)
+    check(ledger)
+    assert 0 <= amounts["useful"] - 80.0 * ledger.steps < 80  # the step at the end
+    assert 4 * 10 + 3 * 5 <= amounts["waiting"] <= 4 * 10 + 3 * (5 + 80)
+
+
+@pytest.mark.parametrize(("lost_at", "redone"), [(122.0, 25), (126.0, 1)])
+def test_a_checkpoint_that_is_being_written_when_its_workers_are_killed_stays_incomplete(
+    lost_at: float, redone: int
+) -> None:
+    """B5, PRO-3: saved after steps 1 and 26, which end at 19.1 s and 120.1 s; complete 5 s later."""
+    trace = market(MachineChange(0, added=("a", "b")), MachineChange(lost_at, removed=("b",)), end=900)
+    job = SimulatedJob(trace, planner(), COSTS, devices_per_machine=1, save_every_seconds=100)
+    job.run()
+    assert job.ledger.steps_redone == redone
+
+
 def test_a_join_waits_for_settled_machines_while_its_agent_imports_torch() -> None:
     """B5, PRO-3: as in a real job, where an agent connects before it is ready."""
     trace = market(MachineChange(0, added=("a", "b")), MachineChange(1000, added=("c",)), end=2000)
@@ -303,6 +326,11 @@ def test_every_policy_books_all_machine_seconds_of_any_market(
         paid = sum(paid_seconds(ledger).values())
         removals = sum(len(change.removed) for change in trace.changes)
         assert trace.machine_seconds <= paid + 1e-3, "the market bills every second of a machine"
+        if stages == 1:  # each machine-second of a step is 1/8 of a step, at any number of machines
+            steps = ledger.steps * 8.0
+            assert amounts_by_cause(ledger)["useful"] == pytest.approx(
+                steps, abs=16 * (len(ledger.periods) + 1)
+            )
         assert paid <= trace.machine_seconds + 3.1 * removals + 1e-3, "paid until its loss is detected"
 
 
@@ -340,7 +368,9 @@ def test_first_joins_are_measured_and_simulated_for_themselves() -> None:
         end=900,
     )
     first = play(trace, costs, hot=True).ledger
-    assert amounts_by_cause(first)["waiting"] == pytest.approx(3 * 30 + 2 * (3 + 5), abs=3)
+    ends = 2 * (2.0 * 4 / 3 + COSTS.morph_seconds)  # of the last steps without them
+    waiting = amounts_by_cause(first)["waiting"]
+    assert waiting == pytest.approx(3 * 30 + 2 * (3 + 5) + ends / 2, abs=ends / 2)
     found = calibrate(first, source="itself", measured=MeasuredEvents(prepare_seconds=(5.0,)))
     assert (found.first_join, found.join_seconds) == (pytest.approx(30), pytest.approx(3))
     again = play(trace, found, hot=True).ledger

@@ -20,7 +20,9 @@ from varuna.execute.rebuild.snapshot import Mirror, choose_holders, take_snapsho
 from varuna.morph.run.progress_page import ProgressWriter
 from varuna.train.hot import copies
 from varuna.train.hot.copies import StateCopies, choose_interval
+from varuna.train.hot.hot_state import HotState
 from varuna.train.hot.moving import set_state
+from varuna.types import parse_stage_map
 
 
 @pytest.mark.parametrize("machines", ["ab", "abc", "aabb", "abab", "aab", "aaab", "aa", "abbcc"])
@@ -399,6 +401,31 @@ def test_what_the_first_copy_costs_more_puts_no_later_copy_off(monkeypatch: pyte
         take(2.0 if step == 0 else 0.1)
     # 0.0966 s for the copy and 0.02 s for two messages are 1 % of 116.6 steps.
     assert copied == [0, 16, 133, 250, 367] and held.interval == 117
+
+
+@pytest.mark.parametrize(
+    ("mapping", "options", "warns"),
+    [
+        ("0;1;", {}, True),
+        ("0,1;", {"shard_optimizer": True}, True),
+        ("0,1;", {}, False),  # replicas: no copies are needed
+        ("0;", {}, False),  # no other rank
+        ("0;1;", {"in_batches": True}, False),
+        ("0;1;", {"reported": "several models"}, False),  # that is logged already
+    ],
+)
+def test_a_loop_that_cannot_go_back_to_copies_is_warned_of(
+    caplog: pytest.LogCaptureFixture, mapping: str, options: dict[str, Any], warns: bool
+) -> None:
+    """HOT-3: the script learns it before the first loss, with the loop to use."""
+    stage_map = parse_stage_map(mapping)
+    ranks = [rank for row in stage_map for rank in row]
+    session = SimpleNamespace(rank=0, ranks=ranks, stage_map=stage_map, num_ranks=len(ranks))
+    hot = HotState(True, 1, in_batches=options.get("in_batches", False), reported=options.get("reported", ""))
+    wrapping = SimpleNamespace(shard_optimizer=options.get("shard_optimizer", False))
+    model: Any = SimpleNamespace(_session=session, _hot=hot, _options=wrapping)
+    copies.explain_missing_copies(model)
+    assert [("model.batches(fetch, order)" in one) for one in caplog.messages] == [True] * warns
 
 
 def test_copies_need_the_memory_of_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

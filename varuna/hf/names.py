@@ -94,6 +94,38 @@ def _renamed(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
     return {rename_source_key(key, renamings, [])[0]: key for key in names}
 
 
+def file_names(model: nn.Module) -> dict[str, str]:
+    """Return the names that `save_pretrained` of transformers writes, by the names of the model's tensors.
+
+    Models whose weights transformers also merges or divides (experts of some mixtures) keep their own names.
+    """
+    own = {name: name for name in named_tensors(model)}
+    if not hasattr(model, "base_model_prefix"):
+        return own
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            PrefixChange,
+            WeightRenaming,
+            apply_renamings,
+            dot_natural_key,
+        )
+
+        whole: Any = model
+        conversions = getattr(model, "_weight_conversions", None)  # those of from_pretrained
+        if conversions is None:
+            default = get_model_conversion_mapping(whole, add_legacy=False)
+            conversions = [one for one in default if not isinstance(one, PrefixChange)]
+        if not all(isinstance(one, WeightRenaming) for one in conversions):
+            return own
+        renamings: Any = [one.reverse_transform() for one in reversed(conversions)]
+        found = {name: apply_renamings(name, renamings) for name in sorted(own, key=dot_natural_key)}
+    except (ImportError, AttributeError, ValueError):  # another version of transformers, or quantized weights
+        return own
+    is_read_back = _renamed(model, found.values()) == found
+    return found if is_read_back else own
+
+
 def _is_saved(model: nn.Module, name: str) -> bool:
     path, _, leaf = name.rpartition(".")
     return leaf not in model.get_submodule(path)._non_persistent_buffers_set

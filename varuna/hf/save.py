@@ -28,6 +28,7 @@ from varuna.errors import CheckpointError
 from varuna.execute.comm.collective import RankFailure
 from varuna.execute.comm.session import Session
 from varuna.hf.adapters import save_adapter
+from varuna.hf.names import file_names
 from varuna.hf.wrapped import LONG_WAIT_FACTOR, own_tensors, wrapped_parts
 
 GENERATION_CONFIG = "generation_config.json"
@@ -57,7 +58,10 @@ def save_pretrained(
     with calls, session.patient(LONG_WAIT_FACTOR):
         staging = _start(session, place, source, overwrite=overwrite)
         try:
-            own = own_tensors(session, state)
+            names_in_files = file_names(source.meta_model)
+            own = {
+                names_in_files.get(name, name): tensor for name, tensor in own_tensors(session, state).items()
+            }
             shards = split(own.items(), max_shard_bytes, size=lambda item: item[1].nbytes) if own else []
             counts = session.gather(len(shards), int)
             before = sum(counts[: session.ranks.index(session.rank)])

@@ -67,7 +67,7 @@ class Accountant:
         self._follow(state, clock)
         # Heartbeats change nothing here. Where members, phase and generation stay, so do the shares.
         known = (
-            *(state.members, state.phase, state.generation, state.holding),
+            *(state.members, state.phase, _working_generation(state), state.holding),
             *(state.proposal, state.planning_for, state.preparation, state.waiting),
         )
         changed = len(self._known) != len(known) or any(
@@ -283,7 +283,7 @@ class Accountant:
         """Divide the paid machines by what happens to their time from now on."""
         fractions = self._working_fractions(state)
         trains = state.phase in TRAINING and not state.holding
-        joiners = frozenset(() if state.preparation is None else state.preparation.joiners)
+        joiners = _joiners(state)
         held = frozenset(state.waiting.split(", "))
         self._next_welcome = math.inf
         members, unsteady = state.members, unsteady_members(state.members)
@@ -394,7 +394,7 @@ class Accountant:
 
     def _working_fractions(self, state: JobState) -> dict[str, float]:
         """Return the share of devices with a rank, of each machine of the generation."""
-        generation = state.generation
+        generation = _working_generation(state)
         if generation is not None and generation.number != self._fractions_of:
             self._fractions_of = generation.number
             counts = list(map(len, generation.ranks))
@@ -406,6 +406,23 @@ class Accountant:
             for name, fraction in self._fractions.items() if self.ledger.by_price else ():
                 self._total_fractions[self._accounts.price_of(name)] += fraction
         return self._fractions
+
+
+def _working_generation(state: JobState) -> Generation | None:
+    """Return the generation whose machines train: until all have begun a planned morph, the one before."""
+    if state.phase == "morphing" and not state.morph_lost and not state.morph_begun_at:
+        return state.morphed_from or state.generation
+    return state.generation
+
+
+def _joiners(state: JobState) -> frozenset[str]:
+    """Return the machines that build their model, or wait for the end of the last step without them."""
+    if state.preparation is not None:
+        return frozenset(state.preparation.joiners)
+    before, following = _working_generation(state), state.generation
+    if before is following or before is None or following is None:
+        return frozenset()
+    return following.machine_set - before.machine_set
 
 
 def _morph_pause(state: JobState) -> float:

@@ -146,6 +146,7 @@ class SimulatedMachines:
         self._num_agents = 0
         self._training: Training | None = None
         self._written_step = -1  # newest complete checkpoint
+        self._num_kills = 0  # of all workers: a checkpoint that they were writing stays incomplete
         self._has_launched = False
         self._rhythm = SaveRhythm()
         self.log: list[tuple[float, str]] = []
@@ -404,8 +405,12 @@ class SimulatedJob(SimulatedMachines):
         training.advance(steps)
         training.boundary += self._costs.save_seconds
         training.saves_at = training.boundary + self._interval(training.boundary)
-        step = training.iteration
-        self._push(training.boundary + self._costs.write_seconds, lambda now: self._written(step, now))
+        step, kills = training.iteration, self._num_kills
+
+        def written(now: float) -> Sequence[events.Event]:
+            return self._written(step, now) if self._num_kills == kills else ()
+
+        self._push(training.boundary + self._costs.write_seconds, written)
         return True
 
     def _report_steps(self, until: float) -> bool:
@@ -507,6 +512,7 @@ class SimulatedJob(SimulatedMachines):
             write_seconds=self._costs.write_seconds,
             store=STORE,
             generation=training.number,
+            taken=training.number,
             hot=self.state.settings.hot,
             morph_seconds=self._costs.morph_seconds,
             saving=training.saves,
@@ -535,6 +541,7 @@ class SimulatedJob(SimulatedMachines):
         elif isinstance(command, commands.KillWorkers):
             if self.state.generation is not None and command.generation == self.state.generation.number:
                 self._training = None  # else joiners that are not needed
+                self._num_kills += 1
             self._push(now + self._costs.end_seconds, lambda _: self._workers_end(command, ()))
         elif isinstance(command, commands.LogEvent):
             self.log.append((now, f"{command.what}: {command.why}"))
@@ -628,6 +635,7 @@ class SimulatedJob(SimulatedMachines):
             return
         if not self._costs.saves_on_request:
             self._training = None
+            self._num_kills += 1
             self._push(now + self._costs.end_seconds, lambda _: self._workers_end(command, SAVED))
             return
         generation = self.state.generation

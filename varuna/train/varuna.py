@@ -39,7 +39,7 @@ from varuna.schedule import held
 from varuna.train import build
 from varuna.train.data import SampleOrder
 from varuna.train.gather import gather_model
-from varuna.train.hot.copies import StateCopies
+from varuna.train.hot.copies import StateCopies, explain_missing_copies
 from varuna.train.hot.eligible import report_if_hot
 from varuna.train.hot.fetch import Fetch, FetchedInputs
 from varuna.train.hot.hot_state import HotState
@@ -384,7 +384,10 @@ class Varuna(nn.Module):
             is_first=self.rank == self._session.ranks[0],
         )
         if self._progress.watched:
+            is_first = self._hot.reported is None
             report_if_hot(self)
+            if is_first:
+                explain_missing_copies(self)
 
     def batches(
         self, fetch: Fetch, order: SampleOrder | None = None, *, steps: int | None = None

@@ -1,7 +1,7 @@
 """Draws the view of a job: as a few lines for a live display, or as one plain line."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
@@ -18,6 +18,18 @@ MOST_SCALARS = 4
 """Values of `varuna.log` that are shown."""
 OUTPUT_LINES = 4
 """Lines of a low terminal that stay free for the output of workers."""
+COLUMNS: Mapping[str, Callable[[MachineView], Text]] = {
+    "machine": lambda machine: Text(printable(machine.name)),
+    "state": lambda machine: state_text(machine),
+    "ranks": lambda machine: Text(ranks_text(machine.ranks)),
+    "step s": lambda machine: Text(seconds_text(machine.step_seconds)),
+    "compute s": lambda machine: Text(seconds_text(machine.compute_seconds)),
+    "wait s": lambda machine: Text(seconds_text(machine.wait_seconds)),
+    "memory": lambda machine: Text(memory_text(machine)),
+}
+COLUMN_GAP = 2
+LESS_IMPORTANT = ("wait s", "compute s", "ranks", "memory", "step s")
+"""Columns that a narrow terminal lacks, the first of them first."""
 PHASE_STYLES = {"running": "green", "over": "bold", "gathering": "yellow"}
 
 
@@ -37,8 +49,11 @@ def plain_line(view: JobView) -> str:
     return ", ".join(filter(None, parts))
 
 
-def live_status(view: JobView, *, height: int = 40, num_events: int = 1) -> Group:
-    """Return the status as a block of lines, with the last events. A low terminal gets fewer lines."""
+def live_status(view: JobView, *, height: int = 40, width: int = 120, num_events: int = 1) -> Group:
+    """Return the status as a block of lines, with the last events.
+
+    A low terminal gets fewer lines, a narrow one fewer columns.
+    """
     title = Text.assemble(
         ("── ", "dim"),
         (printable(view.job), "bold"),
@@ -70,7 +85,7 @@ def live_status(view: JobView, *, height: int = 40, num_events: int = 1) -> Grou
     known = view.events or (() if view.last_event is None else (view.last_event,))
     events = known[-max(1, min(num_events, free)) :]
     if rows > 0:
-        lines.append(machine_table(view.machines, rows))
+        lines.append(machine_table(view.machines, rows, width=width))
     else:
         lines.append(Text(machines_text(view.machines)))
     for topic, why in view.problems.items():
@@ -99,25 +114,33 @@ def bar(view: JobView) -> Table | Text:
     return grid
 
 
-def machine_table(machines: Sequence[MachineView], rows: int) -> Table:
-    """Return a table of so many machines; those that need attention come first."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("machine", "state", "ranks", "step s", "compute s", "wait s", "memory"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+def machine_table(machines: Sequence[MachineView], rows: int, *, width: int) -> Table:
+    """Return a table of so many machines; those that need attention come first.
+
+    If it is wider than `width`, the columns of `LESS_IMPORTANT` are left out, one after the other.
+    """
     ordered = sorted(machines, key=lambda machine: machine.state == "at work" and not machine.slow)
-    for machine in ordered[:rows]:
-        state = f"{machine.state}, slow" if machine.slow else machine.state
-        style = "" if state == "at work" else "yellow"
-        table.add_row(
-            Text(printable(machine.name)),
-            Text(printable(state), style=style),
-            ranks_text(machine.ranks),
-            *map(seconds_text, (machine.step_seconds, machine.compute_seconds, machine.wait_seconds)),
-            memory_text(machine),
-        )
+    cells = {name: [text_of(machine) for machine in ordered[:rows]] for name, text_of in COLUMNS.items()}
     if rest := ordered[rows:]:
-        table.add_row(f"and {len(rest)} more", Text(machines_text(rest, "")))
+        for name, column in cells.items():
+            counts = {"machine": f"and {len(rest)} more", "state": machines_text(rest, "")}
+            column.append(Text(counts.get(name, "")))
+    widths = {name: max([len(name), *map(len, column)]) for name, column in cells.items()}
+    shown = list(COLUMNS)
+    for name in LESS_IMPORTANT:
+        if sum(widths[one] + COLUMN_GAP for one in shown) > width:
+            shown.remove(name)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, COLUMN_GAP, 0, 0))
+    for name in shown:
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    for row in zip(*(cells[name] for name in shown), strict=True):
+        table.add_row(*row)
     return table
+
+
+def state_text(machine: MachineView) -> Text:
+    state = f"{machine.state}, slow" if machine.slow else machine.state
+    return Text(printable(state), style="" if state == "at work" else "yellow")
 
 
 def progress_text(view: JobView) -> str:

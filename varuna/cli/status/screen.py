@@ -215,8 +215,8 @@ class LiveScreen:
                 self._changed.clear()
                 shown = self._print_lines(shown)
                 if self._view is not None and not self._closing:
-                    height = self._console.size.height
-                    live.update(live_status(self._view, height=height), refresh=True)
+                    width, height = self._console.size
+                    live.update(live_status(self._view, height=height, width=width), refresh=True)
                     self._file.flush()
         finally:
             live.stop()

@@ -32,7 +32,8 @@ def watch_job(code_dir: str, *, as_json: bool) -> None:
             with Live(console=console, auto_refresh=False) as live:
                 console.show_cursor(True)
                 for view, _ in views(code_dir):
-                    status = live_status(view, height=console.size.height, num_events=NUM_EVENTS)
+                    width, height = console.size
+                    status = live_status(view, height=height, width=width, num_events=NUM_EVENTS)
                     live.update(status, refresh=True)
         else:
             events: Sequence[EventView] = ()

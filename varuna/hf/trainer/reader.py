@@ -101,7 +101,7 @@ class SharedReader:
                 self._gradient_state._remove_dataloader(self)
 
     def _batches(self) -> Iterator[Any]:
-        """Read the data. Of a stream, note the samples of its last batch, as Trainer's reader of streams does.
+        """Read the data. Note the samples of a stream's last batch, as Trainer's reader of streams does.
 
         Without this number, an incomplete last batch would count in metrics as a whole one.
         """
@@ -109,5 +109,6 @@ class SharedReader:
         for batch in loader:
             is_last = getattr(loader, "end_of_dataloader", False)  # of accelerate, not of a script's own
             if self._counts_last_batch and is_last and loader.remainder == -1:
-                loader.remainder = find_batch_size(batch) or -1
+                samples: int | None = find_batch_size(batch)  # type: ignore[no-untyped-call]
+                loader.remainder = samples or -1
             yield batch

@@ -462,7 +462,7 @@ def _continue_holding(decision: Decision, survivors: tuple[str, ...]) -> bool:
 def _count_loss(decision: Decision) -> bool:
     """Count a failed joiner, a crash or a loss; return False if it ends the job."""
     lost = lost_ranks(decision)
-    if lost and lost <= joining_ranks(decision):
+    if lost and lost <= joining_ranks(decision).union(decision.state.joined):
         count_join_failure(decision)
         decision.set(losses=decision.state.losses + 1)
     elif decision.state.failures:

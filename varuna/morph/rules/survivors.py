@@ -46,13 +46,8 @@ def lost_ranks(decision: Decision) -> frozenset[int]:
 
 
 def joining_ranks(decision: Decision) -> frozenset[int]:
-    """Return the ranks that join in the morph that runs, or have made no step since: they may be unfit.
-
-    The others can do without them.
-    """
+    """Return the ranks that join in the morph that runs: the others can do without them."""
     last = decision.state.morphed_from
-    if decision.state.phase == "running":
-        return frozenset(decision.state.joined)
     if decision.state.phase != "morphing" or last is None:
         return frozenset()
     previous, _ = match_ranks(last, decision.generation, decision.state.morph_lost)
@@ -129,7 +124,8 @@ def why_not_recover(decision: Decision, lost_machine: str = "") -> str:
     if not whole and not lost <= copied:
         missing = ", ".join(str(rank) for rank in sorted(lost - copied))
         return why_not_hot(decision, survivors, lost=lost) or (
-            f"only the lost workers had the state of rank {missing}, and no other worker has a copy of it yet"
+            f"only the lost workers had the state of rank {missing}, and no other worker has a copy of it "
+            "yet (copies need a loop over model.batches)"
         )
     return why_not_hot(decision, survivors, lost=lost)
 

@@ -74,14 +74,31 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
     return max(1, math.ceil(cost_seconds / (MOST_COST * max(step_seconds, 1e-9))))
 
 
+LOOP = (
+    "a rank holds state that no other one has, and only a loop over model.batches can go back to copies of "
+    "it (for step, inputs in model.batches(fetch, order): loss, overflow = model.step(inputs))"
+)
+
+
 def needs_copies(model: "Varuna") -> bool:
     """Return whether a rank of this layout holds state that no other rank has. The same on all ranks.
 
     Going back some steps needs `batches`: another loop would count them itself.
     """
+    return _holds_state_alone(model) and model._hot.in_batches
+
+
+def _holds_state_alone(model: "Varuna") -> bool:
     session = model._session
     alone = any(len(row) == 1 for row in session.stage_map) or model._options.shard_optimizer
-    return alone and session.num_ranks > 1 and model._hot.waits_for_orders and model._hot.in_batches
+    return alone and session.num_ranks > 1 and model._hot.waits_for_orders
+
+
+def explain_missing_copies(model: "Varuna") -> None:
+    """Warn on the first rank if this job can morph in place, but its loop cannot go back after a loss."""
+    is_first, hot = model._session.rank == model._session.ranks[0], model._hot
+    if is_first and not hot.reported and not hot.in_batches and _holds_state_alone(model):
+        log.warning("after a loss, this job restarts from a checkpoint: %s", LOOP)
 
 
 class StateCopies:
@@ -143,7 +160,7 @@ class StateCopies:
         found = [reason for reason in self._session.gather(_why_no_copies(model), str) if reason]
         if found:
             if self._session.rank == self._session.ranks[0]:
-                log.info("after a loss, this job restarts from a checkpoint: %s", found[0])
+                log.warning("after a loss, this job restarts from a checkpoint: %s", found[0])
             return False
         holders = choose_holders(self._machines)
         place = self._session.ranks.index(self._session.rank)
