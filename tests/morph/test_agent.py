@@ -11,7 +11,7 @@ import pytest
 from varuna.morph import events
 from varuna.morph.protocol.orders import AgentOrders
 from varuna.morph.run import agent
-from varuna.morph.run.supervisor import WorkerProcess
+from varuna.morph.run.supervisor import Supervisor, WorkerProcess
 from varuna.secure.credential import make_credential
 from varuna.types import Layout, MorphOrder
 
@@ -109,3 +109,30 @@ def test_the_manager_hears_of_a_worker_that_is_killed_while_it_leaves(tmp_path: 
     first, again = [one for one in sent if isinstance(one, events.LeaverFailed)]
     assert first == again and first.generation == 3 and first.outcome == workers[1].outcome
     workers[0].end(0)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_worker_without_an_order_is_given_up_and_killed(tmp_path: Path, stays: bool) -> None:
+    """HOT-3: a joiner that did not enter in time still runs when the order without it comes."""
+    requests: list[tuple[str, str]] = []
+    sent = SupervisorWithRequests(requests)
+    workers = [WorkerProcess(rank, tmp_path, key=f"2/{rank}", shows_progress=True) for rank in (0, 1)]
+    sent.workers = dict(enumerate(workers)) if stays else {1: workers[1]}
+    orders = {0: order_to(3, old=0, rank=0)} if stays else {}
+    sent.morph_workers(orders, tmp_path / "generation_3")
+    assert requests == [("signal", "2/1")]
+    assert sent.leaving == ([workers[1]] if stays else [])
+    assert list(sent.workers) == ([0] if stays else [1]), "their end is that of the generation"
+    for worker in workers:
+        worker.end(0)
+
+
+class SupervisorWithRequests(Supervisor):
+    """A supervisor that keeps its requests to the fork server."""
+
+    def __init__(self, requests: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self._kept = requests
+
+    def _request(self, what: str, **facts: Any) -> None:
+        self._kept.append((what, facts["key"]))

@@ -184,6 +184,19 @@ def test_a_joiner_that_fails_in_the_middle_of_its_join_costs_only_itself(how: st
     assert len(world.launched) == 1 and not world.state.crashes and not world.num_tries
 
 
+def test_a_joiner_is_not_given_up_for_a_worker_that_hangs_before_the_change() -> None:
+    """HOT-3: the job restarts after one deadline. Before, the others waited for the same worker once more."""
+    world = begun("a", "b", "c", hot=True)
+    world.morphs = False
+    world.busy = set("abc")  # b has stopped in its step, and the others wait for it
+    world.happens(events.MachineListRead(("a", "b", "c", "d")))
+    world.passes(3, steps=1)
+    assert world.state.phase == "morphing" and len(world.morphed) == 1
+    world.passes(62)
+    assert len(world.morphed) == 1 and world.generations == [tuple("abc"), tuple("abcd")]
+    assert "the workers did not morph in time" in world.logged[-1] and not world.state.join_failures
+
+
 def test_a_joiner_that_fails_again_and_again_is_at_last_added_by_a_restart() -> None:
     """HOT-5: the ladder. It never ends the job."""
     world = joining("a", "b")

@@ -201,15 +201,16 @@ def _ended_before_entering(decision: Decision) -> list[str]:
 def _morph_takes_long(decision: Decision) -> None:
     """Go on without joiners, or restart from the store, once the workers have written their stacks.
 
-    They are in the middle of the change, and cannot save. So after a restart, the next planned changes are
-    not made in place.
+    Joiners are not at fault if a worker that stays has not begun: one of these hangs. The workers are in the
+    middle of the change, and cannot save. So after a restart, the next planned changes are not made in place.
     """
     state, generation = decision.state, decision.generation
     if state.stacks_at < state.since and decision.now < decision.leave_by():
         decision.set(stacks_at=decision.now)
         decision.do(commands.DumpStacks(generation.number, generation.machines))
     elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
-        if joining := joining_ranks(decision):
+        joining = joining_ranks(decision)
+        if joining and not hot.late_ranks(decision):
             places = zip(generation.machines, generation.ranks, strict=True)
             joiners = [name for name, ranks in places if joining.issuperset(ranks)]
             give_up_workers(decision, joiners, "the workers did not enter the generation in time with it")

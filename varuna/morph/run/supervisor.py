@@ -306,13 +306,15 @@ class Supervisor:
     def morph_workers(self, orders: Mapping[int, MorphOrder], folder: Path) -> None:
         """Give each live worker its order, by its present rank. Raise OSError.
 
-        Workers that still hand their state over in an earlier morph are killed if this one interrupts it.
+        Workers without an order are lost, and killed. So are workers that still hand their state over in an
+        earlier morph, if this one interrupts it.
         """
         make_private_folder(folder)
-        live = self.live_workers
-        if any(order.lost for order in orders.values()):
-            for worker in self.leaving:
-                self._request("signal", key=worker.key, number=int(signal.SIGKILL))
+        live = [worker for worker in self.live_workers if worker.rank in orders]
+        given_up = [worker for worker in self.live_workers if worker.rank not in orders]
+        interrupted = self.leaving if any(order.lost for order in orders.values()) else []
+        for worker in (*given_up, *interrupted):
+            self._request("signal", key=worker.key, number=int(signal.SIGKILL))
         ends = all(orders[worker.rank].rank is None for worker in live)
         for worker in live:
             order = orders[worker.rank]
@@ -320,6 +322,7 @@ class Supervisor:
             if order.rank is None and not ends:
                 self.leaving.append(worker)
         if not ends:  # else they stay the workers of their generation, and end with it
+            self.leaving += given_up
             self.workers = {worker.rank: worker for worker in live if worker not in self.leaving}
 
     def collect_metrics(self, *, again: bool = False) -> list[MetricsCollector]:
