@@ -54,6 +54,10 @@ def broken():
     raise OSError("no such file: data.bin")
 
 
+def leaves():
+    sys.exit(0)
+
+
 def no_model():
     return Net, get_batch
 
@@ -104,3 +108,12 @@ def test_a_function_that_cannot_be_used_is_exit_code_2(
     """B1, PRO-1: the error names what is wrong and what to do."""
     assert cli("verify", target.format(script=script)) == 2
     assert words in cli.err
+
+
+def test_a_script_that_exits_is_not_verified(cli: Cli, script: Path) -> None:
+    """B1, PRO-1: status 0 of a script without a guard would tell CI that all layouts are equal."""
+    assert cli("verify", f"{script}:leaves") == 2
+    assert "leaves exited with status 0 (put code that runs and exits under" in cli.err
+    script.write_text(f"{SCRIPT}\nsys.exit(3)\n")
+    assert cli("verify", f"{script}:make") == 2
+    assert "train.py exited with status 3" in cli.err

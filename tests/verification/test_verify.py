@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -306,6 +307,18 @@ def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
         varuna.verify(Broken(), samples(8), layouts="1x1")
 
 
+class Infinite(Layers):
+    def loss(self, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().loss(h, y) * math.nan
+
+
+def test_losses_that_are_not_finite_are_not_equal() -> None:
+    """B1, PRO-1: where every number is nan, no mistake shows."""
+    report = varuna.verify(Infinite(), samples(8), layouts="1x1:chunk=4", steps=2)
+    assert (report.status, report.exit_code) == ("failed", 2)
+    assert "the loss of the plain process is nan at step 0" in report.verdict
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -321,6 +334,8 @@ def test_a_model_that_fails_without_varuna_is_no_finding() -> None:
         ({"optimizer": "adam"}, "optimizer must be a torch optimizer"),
         ({"bath_dims": {}}, "bath_dims is no option of verify"),
         ({"sample": None}, "there are no inputs"),
+        ({"sample": samples(0)}, "the sample has no rows"),
+        ({"sample": None, "make_batch": lambda step: samples(0)}, "a batch has no sample"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(options: dict[str, Any], words: str) -> None:

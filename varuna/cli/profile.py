@@ -158,9 +158,17 @@ def import_script(source: str) -> ModuleType:
 
 @contextlib.contextmanager
 def show_user_errors(source: str) -> Iterator[None]:
-    """Print the traceback of an error in the user's code, without frames of this file."""
+    """Print the traceback of an error in the user's code, without frames of this file.
+
+    A script that exits is an error, too: its status 0 would look like a successful command.
+    """
     try:
         yield
+    except SystemExit as error:
+        raise VarunaError(
+            f"{source} exited with status {error.code or 0} (put code that runs and exits under "
+            'if __name__ == "__main__")'
+        ) from error
     except Exception as error:
         frames, own = error.__traceback__, (__file__, contextlib.__file__, "<frozen importlib")
         while frames and frames.tb_frame.f_code.co_filename.startswith(own):

@@ -52,7 +52,7 @@ SHOWN_DEFAULTS: Mapping[str, object] = {
     **dict.fromkeys(("no_morphing", "greedy", "exclude_slow", "page"), False),
     "hot": True,
 }
-"""What `--show-config` prints for options that nobody has given."""
+"""Values of options that nobody has given, as `--show-config` prints them."""
 NOT_SAVED = {
     *("code_dir", "log_dir", "resume_step", "resume", "force", "config", "show_config"),
     *("plain", "no_status"),

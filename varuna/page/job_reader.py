@@ -157,7 +157,7 @@ class JobReader:
         self._layout_since = 0.0
         self._is_over = False
         self.is_steady = False
-        """Whether nothing has changed since the last update but the steps."""
+        """Nothing has changed since the last update but the steps."""
         self._steps_file = TailReader(log_dir / METRICS)
         self._events_file = TailReader(log_dir / "events.jsonl")
         self._view, self._head = b"null", ViewHead()

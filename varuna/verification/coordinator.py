@@ -5,6 +5,7 @@ capture ──► reference run ──► the same again, with other last bits �
 """
 
 import logging
+import math
 import os
 import re
 import tempfile
@@ -47,6 +48,11 @@ NOT_REPEATABLE = "the plain process computes something else when it runs again:"
 NO_LAYOUT = (
     "no layout can be verified: a batch has a single sample, which BatchNorm refuses in a micro-batch (give "
     "larger batches, or --layouts)"
+)
+
+INFINITE_LOSS = (
+    "the loss of the plain process is {loss} at step {step}, so there is nothing to compare (look at the "
+    "inputs and the learning rate)"
 )
 
 Progress = Callable[[int, int, str], None]
@@ -278,6 +284,11 @@ class Coordinator:
 
     def _conclude(self, results: tuple[LayoutResult, ...], runs: PlainRuns) -> Verification:
         status = overall(results)
+        losses = [runs.reference().loss(step) for step in range(len(self.subject.batches))]
+        if status == "equal" and not all(map(math.isfinite, losses)):
+            step = next(step for step, loss in enumerate(losses) if not math.isfinite(loss))
+            verdict = f"failed: {INFINITE_LOSS.format(loss=losses[step], step=step)}"
+            return self._report("failed", verdict, runs.dtype, results)
         wrong = [result for result in results if result.status == status]
         if status == "equal":
             verdict = f"equal: all {len(results)} layouts train as one plain process does"

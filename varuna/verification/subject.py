@@ -148,8 +148,12 @@ def _batches(
     else:
         whole = named_inputs(model, sample, "the sample")
         found = find_batch(leaves_of(whole), dims).size
+        if found < 1:
+            raise ValueError("the sample has no rows (give inputs of a few samples)")
         size = batch_size or (found if found >= SMALLEST_BATCH else DEFAULT_BATCH)
         batches = [_rotated(whole, dims, size, step) for step in range(steps)]
+    if any(find_batch(leaves_of(batch), dims).size < 1 for batch in batches):
+        raise ValueError("a batch has no sample (give inputs of a few samples)")
     for name, value in leaves_of(batches[0]).items():
         if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
             raise ValueError(

@@ -42,7 +42,7 @@ class Screen(Protocol):
 
     @property
     def needs_view(self) -> bool:
-        """Whether `update` would show something now. A view costs CPU time that workers lack."""
+        """Return whether `update` would show something now. A view costs CPU time that workers lack."""
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Show an event."""
