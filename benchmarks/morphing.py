@@ -46,7 +46,7 @@ Job = TypeVar("Job", bound="Contender")
 SCRIPT = Path(__file__).with_name("morphing_train.py")
 STEADY_STEPS = 30
 """Between two faults: more than between two checkpoints."""
-LIVES_SECONDS = 240.0
+LIVES_SECONDS = 540.0
 """No life begins later than this after the first one."""
 RENDEZVOUS = {
     "is_host": "false",

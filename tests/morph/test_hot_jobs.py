@@ -338,6 +338,35 @@ def test_joiners_that_raise_or_end_in_the_middle_of_their_join_cost_only_themsel
     assert not restarts(job) and "generation ended" not in job.text and not saved(tmp_path)
 
 
+BEGINS_WITH_THE_FIRST_EPOCH = """
+def fetch(samples):
+    return {"x": x[samples], "y": y[samples]}
+
+for end in range(2, STEPS, 2):
+    for step, inputs in model.batches(fetch, order, steps=end):
+        loss, _ = model.step(inputs)
+        optimizer.step()
+        model.zero_grad()
+        print("step", step, "loss", float(loss), flush=True)
+        time.sleep(0.05)
+    model.evaluate(fetch, batch_size=6)
+"""
+
+
+def test_a_joiner_that_evaluates_past_epochs_again_is_refused_alone(tmp_path: Path) -> None:
+    """HOT-5, EXA-9: the others are in a step. Before, gloo ended processes: the messages had other sizes."""
+    script = FETCHES.partition("while model.iteration < STEPS:")[0] + BEGINS_WITH_THE_FIRST_EPOCH
+    with Job(tmp_path, machines=2, stages=1, script=script, manager=PATIENT) as job:
+        job.wait_for_steps(5)
+        pids = job.worker(1), job.worker(2)
+        job.write_list(1, 2, 3)
+        assert "begin with the present epoch" in job.wait_for("recovering: ")
+        job.wait_for("morphed: ")
+        job.wait_for_steps(2)
+        assert (job.worker(1), job.worker(2)) == pids
+    assert not restarts(job)
+
+
 def test_joiners_that_raise_while_survivors_hold_the_state_are_replaced(
     tmp_path: Path, reference: dict[int, float]
 ) -> None:

@@ -50,6 +50,10 @@ class HotState:
     joined_at: int | None = None  # the step at which ranks have joined lately
     pending_order: MorphOrder | None = None  # to be carried out before the next call
     going_back: EarlierStep | None = None  # before the next batch; until then, no call trains
+    has_joined: bool = False  # this rank has joined a running job
+    passed_end: int | None = (
+        None  # a joiner has left a loop over `batches` to this step, which was over before
+    )
     joins: bool = False  # the state of this rank is not the job's yet: it is in its first morph
     move: CompleteMove | None = None  # this rank does not know yet whether it is complete on all others
     uncommitted: Finished[Any] | None = None  # result of a call that is done here, until its commit

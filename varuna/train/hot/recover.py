@@ -140,6 +140,7 @@ def join(model: "Varuna") -> None:
     model._progress.runs(code_identity(model))
     model._progress.waits(True)
     follow_order(model, JOIN_SECONDS)
+    model._hot.has_joined = True
 
 
 def carry_out(
@@ -212,6 +213,19 @@ def refuse_while_going_back(model: "Varuna") -> None:
             f"a rank was lost, and the others go back to step {earlier.step} at the next batch, but the "
             "script makes another call of the model first (the job restarts from its store; to go on in "
             "place, skip the rest of the loop after a step that returns overflow=True)"
+        )
+
+
+def refuse_past_calls(model: "Varuna") -> None:
+    """Raise RuntimeError if a joiner makes a call after a loop that was over before it joined.
+
+    The other ranks have made this call long ago: now, each would wait for another call.
+    """
+    if (end := model._hot.passed_end) is not None:
+        raise RuntimeError(
+            f"this rank joined the job at step {model.iteration}, and makes a call that comes after step {end} in "
+            "its script: the others have made it before (begin with the present epoch, for example "
+            "`for epoch in range(model.iteration // steps_per_epoch, epochs)`)"
         )
 
 

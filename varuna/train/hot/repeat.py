@@ -29,6 +29,7 @@ from varuna.train.hot.recover import (
     go_back,
     join,
     recover,
+    refuse_past_calls,
     refuse_while_going_back,
     survives_losses,
 )
@@ -130,6 +131,7 @@ def iterate_batches(
 ) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield (step, inputs of this rank); after a loss, from the step on to which all ranks go back."""
     model._hot.in_batches, trained = True, -1
+    model._hot.passed_end = None
     model._metrics.ends_at(steps)
     try:
         while True:
@@ -138,6 +140,8 @@ def iterate_batches(
             # At the end, an order waits for the call after `batches`, because a joiner enters there.
             run_requests(model, can_fetch=True, morphs=steps is None or model.iteration < steps)
             if steps is not None and model.iteration >= steps:
+                if model._hot.has_joined and not model._num_trained and model.iteration > steps:
+                    model._hot.passed_end = steps
                 return
             if model._num_trained == trained:
                 raise RuntimeError(
@@ -188,6 +192,7 @@ def join_if_new(model: "Varuna") -> bool:
 def enter_next(model: "Varuna") -> None:
     """Join the job, or carry out an order that waits for the next call of all ranks."""
     join_if_new(model)
+    refuse_past_calls(model)
     refuse_while_going_back(model)
     enter_pending(model)
 
