@@ -153,7 +153,7 @@ def read(item: Any) -> str:
         for inputs in loader:
             model.evaluate(inputs)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
     return "read"
 
 
@@ -167,8 +167,17 @@ def read(item: Any) -> str:
     ],
 )
 def test_bad_data_ends_all_ranks_with_the_cause(pool: Pool, item: Any, said: str) -> None:
-    """TRA-4: an error of the reader is the error of every rank; nothing hangs."""
-    assert all(said in found for found in pool.run(read, 2, item))
+    """TRA-4: an error of the reader is the error of every rank, and names reading as the place."""
+    assert all(said in found and "reading data" in found for found in pool.run(read, 2, item))
+
+
+def test_a_second_loader_needs_its_own_name() -> None:
+    """TRA-4: a script that makes a loader for each epoch is told how to write its loop."""
+    model, _, _ = make(1, 1, Stream())
+    with pytest.raises(ValueError, match=r"already registered as 'data'.*loop over one DataLoader"):
+        varuna.DataLoader(Stream(), model)
+    assert len(list(varuna.DataLoader(Stream(), model, name=None))) == len(SIZES)
+    model.close()
 
 
 def rows() -> Iterator[dict[str, list[float]]]:

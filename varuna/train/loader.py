@@ -55,6 +55,11 @@ class DataLoader:
         self._position = self._before = ReaderPosition()
         self._read_at = -1  # the model's iteration when the last batch was read
         self._resumes = False
+        if name in model._checkpoints.training.registered:
+            raise ValueError(
+                f"an object is already registered as {name!r} (for several epochs, loop over one DataLoader "
+                "several times; for other data, such as an evaluation's, pass name=None or another name)"
+            )
         if name is not None:
             model.register(name, self)
 

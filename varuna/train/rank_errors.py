@@ -31,6 +31,8 @@ def report_errors(
     returns None before the model is partitioned.
     `explain_memory` replaces an out-of-memory error of the device; None keeps the original error.
     """
+    if (begun := trainer()) is not None:
+        begun.engine.where = ""  # that of an earlier call
     try:
         with replace_out_of_memory(explain_memory):
             yield
