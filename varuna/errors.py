@@ -31,6 +31,10 @@ class CallMismatch(ScriptError, WorkerError):
     """The ranks are in different calls, which all ranks must make: the message names each call."""
 
 
+class PastCall(VarunaError, RuntimeError):
+    """A rank that joined a running job makes a call that the others made before. They go on without it."""
+
+
 class PeerLost(WorkerError):
     """Another rank ended without an error message: it or its machine was killed."""
 

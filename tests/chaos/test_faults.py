@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from varuna.chaos.faults.machines import lose_all_machines
-from varuna.chaos.injector import LEFT_OUT, InjectedFault, Injector
+from varuna.chaos.injector import LEFT_OUT, InjectedFault, Injector, goes_on_without
 from varuna.chaos.leftovers import Leftovers
 from varuna.chaos.market import has_faults
 from varuna.chaos.report import ChaosReport
@@ -142,3 +142,21 @@ def test_a_machine_leaves_when_its_workers_have_ended_whatever_else_changes_mean
     injector.job = job
     injector.wait_until_left([SimpleNamespace(address="a", name="a")])
     assert not answers
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("10.0.0.12, 10.0.0.4, in place (10.0.0.4 joins; 10.0.0.1 leaves)", True),
+        ("10.0.0.1, 10.0.0.4, in place (10.0.0.4 joins)", False),
+        ("10.0.0.4, 10.0.0.1, from step 10 (10.0.0.2 was lost)", False),
+    ],
+)
+def test_a_job_goes_on_without_a_machine_that_leaves_if_another_one_is_ready_in_time(
+    place: str, expected: bool
+) -> None:
+    """PRO-2: the fault waited for the loss of this machine."""
+    leaves: Any = SimpleNamespace(address="10.0.0.1")
+    line = f"varuna: generation: 16: 2 stages x 1 replica, batch 48 in micro-batches of 4 on {place}"
+    assert goes_on_without([leaves], line) == expected
+    assert not goes_on_without([leaves], f"varuna: notice: {place}")

@@ -9,6 +9,7 @@ import pytest
 from tests.morph.test_decide import WELL, World, begun, killed, raised
 from tests.morph.test_resume import JournaledWorld
 from varuna.morph import commands, events
+from varuna.morph.failures import ErrorFile, ErrorMessage, ExtraInfo, WorkerFailure
 from varuna.morph.state import Outcome
 
 # ---------------------------------------------------------------- several workers on a machine
@@ -195,6 +196,24 @@ def test_a_joiner_is_not_given_up_for_a_worker_that_hangs_before_the_change() ->
     world.passes(62)
     assert len(world.morphed) == 1 and world.generations == [tuple("abc"), tuple("abcd")]
     assert "the workers did not morph in time" in world.logged[-1] and not world.state.join_failures
+
+
+@pytest.mark.parametrize("kind, others_go_on", [("varuna.errors.PastCall", True), ("ValueError", False)])
+def test_a_joiner_that_raises_after_its_join_costs_only_itself_if_the_others_have_not_seen_its_error(
+    kind: str, others_go_on: bool
+) -> None:
+    """HOT-5"""
+    world = begun("a", "b", hot=True)
+    world.new.add("d")
+    world.happens(events.MachineListRead(("a", "b", "d")))
+    world.passes(2, steps=1)
+    assert world.state.phase == "running" and "d" in world.workers
+    info = ExtraInfo("", "0", kinds=(kind,))
+    error = ErrorFile(ErrorMessage(f"{kind}: no", info))
+    world.end_workers("d", Outcome(WorkerFailure(2, 1, error)))
+    world.passes(0.5, steps=1)
+    assert any(line.startswith("recovering") for line in world.logged) == others_go_on
+    assert world.state.join_failures == others_go_on
 
 
 def test_a_joiner_that_fails_again_and_again_is_at_last_added_by_a_restart() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +88,13 @@ class MachineListing:
 
     def write_text(self, text: str) -> None:
         write_atomic(self._path, text)
+
+
+def goes_on_without(machines: Sequence[ChaosMachine], line: str) -> bool:
+    """Return whether a line of the manager announces a generation on other machines only."""
+    is_generation = line.startswith("varuna: generation: ")
+    at_work = re.split(r"[ ,]+", line.partition(" on ")[2].partition(" (")[0])
+    return is_generation and not any(machine.address in at_work for machine in machines)
 
 
 class Injector:
@@ -185,13 +193,16 @@ class Injector:
             if one.machine in by_address and (not states or one.state in states)
         ]
 
-    def at_work(self, count: int = 1) -> list[ChaosMachine]:
-        """Return some machines with workers, the wanted one first; wait if the job is restarting."""
+    def at_work(self, count: int = 1, *, phase: str = "") -> list[ChaosMachine]:
+        """Return some machines with workers, the wanted one first; wait if the job is restarting.
+
+        `phase`: wait until the job is in this phase.
+        """
         complaint = f"fewer than {count} machines are at work"
         for _ in within_patience(complaint, seconds=self.job.patience_seconds, pause_seconds=0.1):
             self.job.read_all()
             status = self.job.answering()
-            if status is None:
+            if status is None or (phase and status.phase != phase):
                 continue
             working = [one for one in status.machines if one.state == "at work"]
             found = [one.machine for one in working if any(worker.pid > 0 for worker in one.workers)]
@@ -262,8 +273,8 @@ class Injector:
         damage()
         if left:
             self.recovers()
-        else:
-            self.job.wait_for(sign)
+        else:  # unless another machine is ready in time
+            self.job.wait_for(lambda line: sign in line or goes_on_without(machines, line))
         repair()
         if not left:
             self.recovers()

@@ -156,10 +156,11 @@ class ChaosJob(ManagedJob):
 
     def wait_for(self, wanted: str | Callable[[str], bool]) -> str:
         """Read until a line of the manager contains the text."""
-        for line in self._lines_in_time(f"the manager has not printed {wanted!r}"):
+        text = "what this fault waits for" if callable(wanted) else repr(wanted)
+        for line in self._lines_in_time(f"the manager has not printed {text}"):
             if wanted(line) if callable(wanted) else wanted in line:
                 return line
-        raise JobStuck(f"the manager ended without {wanted!r}")
+        raise JobStuck(f"the manager ended without {text}")
 
     def wait_for_steps(self, count: int) -> None:
         """Wait for `count` more steps of the current generation."""

@@ -46,6 +46,7 @@ class ErrorFile(msgspec.Struct, frozen=True):
 
 SCRIPT_MISTAKE = "varuna.errors.ScriptError"
 BROKEN, TAKEN = "varuna.errors.BrokenCheckpoint", "varuna.errors.StoreOfOtherJob"
+PAST = "varuna.errors.PastCall"
 
 
 class WorkerFailure(msgspec.Struct, frozen=True):
@@ -66,6 +67,11 @@ class WorkerFailure(msgspec.Struct, frozen=True):
     def store_taken(self) -> bool:
         """True if another job writes to the store of checkpoints."""
         return self._raised(TAKEN)
+
+    @property
+    def of_joiner_alone(self) -> bool:
+        """True if only this rank has failed: it made calls that the others had made before it joined."""
+        return self._raised(PAST)
 
     def _raised(self, kind: str) -> bool:
         return self.error is not None and kind in self.error.message.extra_info.kinds

@@ -80,6 +80,7 @@ def _restarts_anyway(decision: Decision) -> bool:
     settings, state = decision.settings, decision.state
     joining = joining_ranks(decision)
     failures = [one.failure for one in state.failures if one.failure and one.failure.rank not in joining]
+    failures = [one for one in failures if not (one.of_joiner_alone and one.rank in state.joined)]
     by_itself = any(failure.error or (failure.exit_code or 0) >= 0 for failure in failures)
     return not (settings.hot and settings.morphs) or state.verdict is not None or by_itself
 

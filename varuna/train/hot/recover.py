@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from varuna.errors import PeerLost, WorkerError
+from varuna.errors import PastCall, PeerLost, WorkerError
 from varuna.execute.rebuild.generation import (
     SurvivorStep,
     abandon_generation,
@@ -217,14 +217,14 @@ def refuse_while_going_back(model: "Varuna") -> None:
 
 
 def refuse_past_calls(model: "Varuna") -> None:
-    """Raise RuntimeError if a joiner makes a call after a loop that was over before it joined.
+    """Raise PastCall if a joiner makes a call after a loop that was over before it joined.
 
     The other ranks have made this call long ago: now, each would wait for another call.
     """
     if (end := model._hot.passed_end) is not None:
-        raise RuntimeError(
-            f"this rank joined the job at step {model.iteration}, and makes a call that comes after step {end} in "
-            "its script: the others have made it before (begin with the present epoch, for example "
+        raise PastCall(
+            f"this rank joined the job at step {model.iteration}, and makes a call that comes after step "
+            f"{end} in the script: the others have made it before (begin with the present epoch, for example "
             "`for epoch in range(model.iteration // steps_per_epoch, epochs)`)"
         )
 
