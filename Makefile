@@ -30,15 +30,15 @@ demo: $(READY)
 test: lint types $(MOTO) $(RAY) $(TRACK) $(TORCHAO) $(TORCHFT) $(HOSTS)
 	@# Tests start thousands of processes: where these write no bytecode, each would compile all modules.
 	@$(PY) -m compileall -q varuna pyrannc tests benchmarks
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 # The captures rely most on torch's internals: they run with the oldest version that pyproject.toml allows, too.
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n $(TEST_WORKERS) --dist loadgroup tests/capture $(PYTEST_ARGS)
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n $(TEST_WORKERS) tests/capture $(PYTEST_ARGS)
 
 # The part of them that .ci/run runs: about a minute.
 test-oldest-core: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n $(TEST_WORKERS) --dist loadgroup $(OLDEST_CORE) $(PYTEST_ARGS)
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n $(TEST_WORKERS) $(OLDEST_CORE) $(PYTEST_ARGS)
 
 bench: $(READY) $(TORCHFT) $(HOSTS)
 	$(PY) -m benchmarks

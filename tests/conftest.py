@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -75,7 +76,7 @@ LONGEST_FIRST = (*WHOLE_MACHINE, *EACH_ALONE, "tests/pyrannc/", "tests/train/", 
 
 
 def group_of(nodeid: str) -> str:
-    """The tests of one group run one after another in one process of pytest-xdist."""
+    """Return the group of a test. Tests of one group run one after another in one process of pytest-xdist."""
     if nodeid.startswith(WHOLE_MACHINE):
         return "whole machine"
     return nodeid if nodeid.startswith(EACH_ALONE) else nodeid.partition("::")[0]
@@ -87,11 +88,21 @@ def turn_of(nodeid: str) -> int:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep groups together. With pytest 9.2, the option `--dist loadgroup` of pytest-xdist 3.8 does not."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order of the items
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: turn_of(item.nodeid))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not cuda_is_here():
         for item in gpu_tests:

@@ -1,4 +1,4 @@
-"""CI's own guard: a test that is skipped for want of something does not pass unnoticed."""
+"""Runs of tests: a skipped test does not pass unnoticed in CI, and tests of one group share a process."""
 
 import os
 import subprocess
@@ -38,3 +38,18 @@ def test_only_a_gpu_test_may_be_skipped_in_ci(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
     passing, gpu = "def test_other(): pass", "@pytest.mark.gpu\ndef test_it(): raise AssertionError"
     assert run_pytest(tmp_path, f"{passing}\n{gpu}", ci="1") == pytest.ExitCode.OK
+
+
+def test_tests_of_one_group_run_in_one_process_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    """Whole jobs, side by side, would miss their deadlines, and each process would make a module's fixtures."""
+    write = "import os\nfrom pathlib import Path\n" + "\n".join(
+        f"def test_{number}(): Path('{{name}} {number}').write_text(os.environ['PYTEST_XDIST_WORKER'])"
+        for number in range(8)
+    )
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text(write.format(name=name))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    workers = [{path.read_text() for path in tmp_path.glob(f"{name} *")} for name in "ab"]
+    assert sorted(workers, key=sorted) == [{"gw0"}, {"gw1"}]
