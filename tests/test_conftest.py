@@ -41,7 +41,7 @@ def test_only_a_gpu_test_may_be_skipped_in_ci(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tests_of_one_group_run_in_one_process_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    """Whole jobs, side by side, would miss their deadlines, and each process would make a module's fixtures."""
+    """Side by side, whole jobs miss deadlines, and each process makes the fixtures of each module."""
     write = "import os\nfrom pathlib import Path\n" + "\n".join(
         f"def test_{number}(): Path('{{name}} {number}').write_text(os.environ['PYTEST_XDIST_WORKER'])"
         for number in range(8)
