@@ -54,13 +54,15 @@ def train_an_epoch(mapping: str, reduction: str, dropout: float, weighted: bool)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.set_optimizer(optimizer)
-    vars(model)["_metrics"] = metrics = RecordedMetrics()
+    metrics: Any = RecordedMetrics()
+    model._metrics = model._updates.metrics = metrics
     order = SampleOrder(SAMPLES, batch_size=BATCH, seed=5)
     for _, inputs in model.batches(lambda samples: {"x": data[samples]}, order, steps=3):
         model.step(inputs)
         optimizer.step()
         model.zero_grad()
-    return metrics.samples
+    samples: list[int] = metrics.samples
+    return samples
 
 
 @pytest.mark.parametrize(
