@@ -1,9 +1,11 @@
 """The test hosts behave like machines: they can be killed, cut off, reconnected and slowed down."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +92,9 @@ def test_a_lab_removes_everything_and_also_the_leftovers_of_a_killed_lab() -> No
         assert f"{orphan}-n1" not in ip("netns", "list") or lab.name == orphan
     assert lab.name not in ip("link", "show") and lab.name not in ip("netns", "list")
     assert not lab.folder.exists()
+    (settings := Path("/etc/netns", f"{lab.name}-n1")).mkdir(parents=True)  # its namespace is gone already
+    try:
+        with Lab(1) as again:
+            assert again.name == lab.name, "it takes the first free name"
+    finally:
+        shutil.rmtree(settings, ignore_errors=True)

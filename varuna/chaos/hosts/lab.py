@@ -174,6 +174,7 @@ class Host:
         ip("netns", "add", self._namespace)
         # Mounted over /etc/hosts by `ip netns exec`, so it has to be there before.
         settings = Path("/etc/netns") / self._namespace
+        shutil.rmtree(settings, ignore_errors=True)  # of a killed lab whose namespaces somebody has deleted
         settings.mkdir(parents=True)
         (settings / "hosts").symlink_to(lab.folder / "hosts")
         ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
