@@ -246,13 +246,13 @@ def _has_begun(worker: WorkerProgress, number: int, lost: tuple[int, ...]) -> bo
     return begins and (not lost or worker.waits or worker.generation >= number)
 
 
-def late_ranks(decision: Decision) -> list[int]:
-    """Return the ranks that stay, and have not begun to carry out their order."""
+def is_late(decision: Decision) -> bool:
+    """Return whether a worker that stays has not begun to carry out its order."""
     number, lost = decision.generation.number, decision.state.morph_lost
     joining, progress = joining_ranks(decision), decision.state.progress
     reports = (worker for name in decision.generation.machines for worker in progress.get(name, ()))
     staying = (worker for worker in reports if worker.rank not in joining and worker.taken is not None)
-    return [worker.rank for worker in staying if not _has_begun(worker, number, lost)]
+    return not all(_has_begun(worker, number, lost) for worker in staying)
 
 
 def is_complete(decision: Decision) -> bool:

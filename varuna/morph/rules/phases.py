@@ -210,7 +210,7 @@ def _morph_takes_long(decision: Decision) -> None:
         decision.do(commands.DumpStacks(generation.number, generation.machines))
     elif decision.now - state.stacks_at >= decision.settings.stacks_seconds:
         joining = joining_ranks(decision)
-        if joining and not hot.late_ranks(decision):
+        if joining and not hot.is_late(decision):
             places = zip(generation.machines, generation.ranks, strict=True)
             joiners = [name for name, ranks in places if joining.issuperset(ranks)]
             give_up_workers(decision, joiners, "the workers did not enter the generation in time with it")
